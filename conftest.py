@@ -17,6 +17,8 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 # `make break` prints them, and most of its asserts stand in helpers.
 pytest.register_assert_rewrite("helpers")
 
+import helpers.on_ranks  # noqa: E402, F401, it says what the fork server of the tests imports
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """So all other tests mean the same on every machine: two ranks, with or without one GPU."""

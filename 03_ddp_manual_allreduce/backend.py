@@ -24,7 +24,7 @@ from torch.optim import SGD
 
 from common.models import Net
 from common.options import Parser, UsageError, exit_on
-from common.ranks import run_ranks
+from local_ranks.ranks import run_ranks
 
 RANKS, STEPS = 2, 4
 LINE_BYTES, ROW_BYTES = 64, 2**20  # of a counter, and of the longest tensor; shm cuts longer ones

@@ -16,7 +16,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from common.options import Parser, UsageError, exit_on, int_at_least
-from common.ranks import run_ranks
+from local_ranks.ranks import run_ranks
 
 
 def send_recv(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from collectives import all_reduce, broadcast
 from common.options import Parser, UsageError, exit_on, float_at_least
-from common.ranks import watch_ranks
+from local_ranks.ranks import watch_ranks
 
 
 def no_trap(tensor: Tensor, rank: int) -> Tensor:

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from common.options import Parser, UsageError, exit_on
-from common.ranks import watch_ranks
+from local_ranks.ranks import watch_ranks
 
 LIMIT = timedelta(seconds=2)  # a waiting rank gives up after it
 

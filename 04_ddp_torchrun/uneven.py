@@ -19,7 +19,7 @@ from torch.optim import SGD
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from common.options import Parser, UsageError, exit_on, float_at_least
-from common.ranks import join_on_this_machine
+from local_ranks.ranks import init_gloo_or_refuse
 
 BATCHES = 3  # of every rank; the last rank has one more
 SAMPLERS = {
@@ -113,7 +113,7 @@ def main() -> None:
         help="seconds after which a waiting rank gives up",
     )
     seconds = parser.parse_args().seconds
-    join_on_this_machine("04_ddp_torchrun/uneven.py", "one rank waits for nobody")
+    init_gloo_or_refuse("04_ddp_torchrun/uneven.py", "one rank waits for nobody")
     end = hang(seconds)
     print_from_all(
         f"the last rank has one batch more; a rank that waits gives up after {seconds:g} s", end

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from common.options import Parser, UsageError, exit_on
-from common.ranks import join_on_this_machine
+from local_ranks.ranks import init_gloo_or_refuse
 
 MICRO_BATCHES, LOCAL_BATCH, WIDTH = 4, 12, 32
 BIG, EVERY, LAST = "one big batch", "each micro-batch averages", "no_sync: forward and backward"
@@ -130,7 +130,7 @@ def compare_models() -> list[tuple[str, str]]:
 
 def main() -> None:
     Parser(__doc__).parse_args()
-    join_on_this_machine("05_amp_syncbn/accumulate.py", "one rank has no other to average with")
+    init_gloo_or_refuse("05_amp_syncbn/accumulate.py", "one rank has no other to average with")
     rows = compare_ways()
     if dist.get_rank() == 0:
         print(f"one process, {LOCAL_BATCH} samples in K = {MICRO_BATCHES} micro-batches\n")

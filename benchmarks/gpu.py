@@ -45,8 +45,8 @@ from benchmarks.result_files import (
     write_json,
 )
 from benchmarks.variants import STAGE_04, STAGE_05, SURVIVE
-from common.chapters import ROOT
 from common.options import Parser, UsageError, exit_on, int_at_least
+from local_ranks.chapters import ROOT
 
 PACKAGES = (".", "packages/prove/src", "packages/shm/src")  # where they lie, installed or not
 MINIMAL, SHARD = "04_ddp_torchrun/minimal.py", "beyond/shard/train.py"

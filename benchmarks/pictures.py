@@ -10,8 +10,8 @@ from pathlib import Path
 from benchmarks.draw import formats, lessons, memory_picture, samples, step_pictures
 from benchmarks.draw.tables import TABLES
 from benchmarks.result_files import MACHINE, load
-from common.chapters import ROOT
 from common.options import Parser
+from local_ranks.chapters import ROOT
 
 FOLDER = ROOT / "docs" / "pictures"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from common.chapters import ROOT
+from local_ranks.chapters import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 MACHINE = "machines/amd-epyc-2-cores"  # whose `make bench` the pages show

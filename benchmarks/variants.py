@@ -7,8 +7,8 @@ from enum import Enum
 
 import torch
 
-from common.chapters import ROOT
 from common.options import UsageError
+from local_ranks.chapters import ROOT
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "RANKS")
 STAGE_01, STAGE_04 = "01_single_gpu/train.py", "04_ddp_torchrun/train.py"

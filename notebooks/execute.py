@@ -25,7 +25,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell
 
 from benchmarks.result_files import MACHINE, RESULTS
-from common.chapters import ROOT
+from local_ranks.chapters import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("0*.ipynb"))
 SECONDS = 300  # more than any cell takes

@@ -1,11 +1,9 @@
 """The cells of notebook 05: `%%puzzle 3` keeps the script of its cell, and judge(3) judges it."""
 
-import multiprocessing
 import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from IPython import get_ipython
 
@@ -14,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "packages/prove/src"), str(ROOT / "beyond/puzzles")]
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import common.ranks  # noqa: E402
+from local_ranks.ranks import NEW_PROCESSES  # noqa: E402
 
 FOLDER = ROOT / "runs" / "notebook_puzzles"
 
@@ -50,9 +48,8 @@ def show(number: int) -> None:
 
 
 def run(*flags: str) -> None:
-    context: Any = multiprocessing.get_context(common.ranks.start_method)
     with tempfile.NamedTemporaryFile("r") as printed:
-        process = context.Process(target=run_judge, args=(flags, printed.name))
+        process = NEW_PROCESSES.context().Process(target=run_judge, args=(flags, printed.name))
         process.start()
         process.join()
         print(printed.read().rstrip())

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measure.timing import interleave_steps
-from common.chapters import load_program
-from common.ranks import run_ranks
+from local_ranks.chapters import load_program
+from local_ranks.ranks import run_ranks
 
 step_model: Any = load_program("beyond", "forecast/step_model")
 

@@ -21,7 +21,7 @@ from matplotlib_inline.backend_inline import set_matplotlib_formats
 
 from benchmarks.draw.plots import COLORS
 from benchmarks.result_files import RESULTS, Results
-from common.chapters import ROOT
+from local_ranks.chapters import ROOT
 
 __all__ = ["COLORS", "ROOT", "check", "committed"]
 

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from common.models import Net
 from common.options import Parser
-from common.ranks import run_ranks
+from local_ranks.ranks import run_ranks
 from reducers import REDUCERS, Bucketed
 
 

@@ -19,7 +19,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from common.options import Parser, UsageError, exit_on, int_at_least
-from common.ranks import run_ranks
+from local_ranks.ranks import run_ranks
 
 PIECE_BYTES = 2**22  # of a message: while one is added up, the next one is sent
 

@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks.draw.svg import INK, WIDTH, Drawing
-from common.chapters import load_program
+from local_ranks.chapters import load_program
 
 
 def gradient(samples: torch.Tensor) -> float:

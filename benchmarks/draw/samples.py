@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
 
 from benchmarks.draw.svg import Drawing
-from common.chapters import load_program
+from local_ranks.chapters import load_program
 
 
 def batches(stage: str, rank: int, epoch: int, count: int, local_batch: int) -> list[list[int]]:

@@ -23,8 +23,8 @@ from benchmarks.measure.timing import Effort
 from benchmarks.measure.training_step import TrainingStep, with_sync_batchnorm
 from benchmarks.result_files import Results
 from benchmarks.variants import VARIANTS
-from common.chapters import load_program
-from common.ranks import run_ranks
+from local_ranks.chapters import load_program
+from local_ranks.ranks import run_ranks
 
 stage_02_memory: Any = load_program("02", "memory")
 peak: Any = load_program("01", "peak")

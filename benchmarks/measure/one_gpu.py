@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.measure.timing import Effort, interleave_steps, summarize, timed
 from benchmarks.result_files import MIB, Results
-from common.chapters import load_program
-from common.ranks import RankError, run_ranks
+from local_ranks.chapters import load_program
+from local_ranks.ranks import RankError, run_ranks
 
 peak: Any = load_program("01", "peak")
 collectives: Any = load_program("03", "collectives")

@@ -4,10 +4,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import common.ranks
 from benchmarks.measure.timing import Effort
 from benchmarks.result_files import Results
-from common.chapters import load_program
+from local_ranks.chapters import load_program
+from local_ranks.ranks import NEW_PROCESSES
 from prove import processes
 from prove.judge.table import WARNING, WRONG
 
@@ -36,6 +36,6 @@ def cost_of(puzzle: Any, seeds: int) -> Results:
 
 def measure_puzzles(effort: Effort) -> Results:
     processes.preload()
-    common.ranks.start_method = "fork"  # torch is here already
+    NEW_PROCESSES.start_method = "fork"  # torch is here already
     seeds, puzzles = (1, traces.PUZZLES[:1]) if effort.quick else (SEEDS, traces.PUZZLES)
     return {"puzzles": {str(puzzle.number): cost_of(puzzle, seeds) for puzzle in puzzles}}

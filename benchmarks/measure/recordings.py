@@ -13,8 +13,8 @@ from typing import Any
 from benchmarks.measure.timeline_recorder import Kind, Recording, Span, Step
 from benchmarks.result_files import Results, provenance
 from benchmarks.variants import VARIANTS, command_of
-from common.chapters import ROOT
 from common.options import UsageError
+from local_ranks.chapters import ROOT
 from prove.processes import hook_variables
 from prove.watch.effects import COLLECTIVES
 

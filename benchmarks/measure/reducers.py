@@ -13,8 +13,8 @@ from benchmarks.measure.training_step import (
     with_sync_batchnorm,
 )
 from benchmarks.result_files import Results
-from common.chapters import load_program
-from common.ranks import run_ranks
+from local_ranks.chapters import load_program
+from local_ranks.ranks import run_ranks
 from shm.cores import pin
 
 RANKS = 2

@@ -13,8 +13,8 @@ from torch.optim import AdamW
 
 from benchmarks.measure.timing import Effort, interleave_steps, summarize
 from benchmarks.result_files import Results
-from common.chapters import load_program
-from common.ranks import run_ranks
+from local_ranks.chapters import load_program
+from local_ranks.ranks import run_ranks
 
 Ledger = load_program("01", "peak").Ledger
 size = load_program("02", "memory").size

@@ -10,9 +10,9 @@ from benchmarks.measure.memory import count_in_stages
 from benchmarks.measure.stage_runs import StageRun, run_command, time_without_messages
 from benchmarks.result_files import Results, provenance
 from benchmarks.variants import VARIANTS, Layout, command_of
-from common.chapters import load_program
 from common.data import load_dataset
 from common.options import make_parser
+from local_ranks.chapters import load_program
 
 peak: Any = load_program("01", "peak")
 

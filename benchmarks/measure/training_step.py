@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from common.chapters import load_program
 from common.models import Net
+from local_ranks.chapters import load_program
 
 by_stage_05 = load_program("05", "sync_batchnorm").convert_sync_batchnorm
 

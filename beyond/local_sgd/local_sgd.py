@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from common.data import ImageSet, collate, load_dataset
 from common.models import build_model
 from common.options import Parser, UsageError, exit_on, int_at_least
-from common.ranks import join_on_this_machine
+from local_ranks.ranks import init_gloo_or_refuse
 
 DDP, NEVER = "DDP", "never"
 STEPS, LOCAL_BATCH, LR = 100, 30, 0.02
@@ -204,7 +204,7 @@ def main() -> None:
         help="H: steps of a rank between two messages",
     )
     args = parser.parse_args()
-    join_on_this_machine("beyond/local_sgd/local_sgd.py", "one rank talks to nobody")
+    init_gloo_or_refuse("beyond/local_sgd/local_sgd.py", "one rank talks to nobody")
     table = compare(args.every)
     if dist.get_rank() == 0:
         print(f"net-bn, {STEPS} steps with {LOCAL_BATCH} digits on each of the ranks:\n\n{table}")

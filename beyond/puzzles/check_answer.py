@@ -22,9 +22,9 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-import common.ranks
-from common.chapters import ROOT
 from common.options import Parser, UsageError, exit_on, int_at_least
+from local_ranks.chapters import ROOT
+from local_ranks.ranks import NEW_PROCESSES
 from prove import NotJudgedError, processes
 from prove.judge.table import (
     NOT_SEEN,
@@ -219,7 +219,7 @@ def main() -> int:
     puzzle = PUZZLES[args.number - 1]
     copy = args.folder / f"{puzzle.number:02}" / "train.py"
     processes.preload()
-    common.ranks.start_method = "fork"  # torch is here already
+    NEW_PROCESSES.start_method = "fork"  # torch is here already
     with using(args.folder):
         is_new = not copy.parent.exists()
     if is_new:

@@ -25,8 +25,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import common.ranks
-from common.chapters import load_program
+from local_ranks.chapters import load_program
+from local_ranks.ranks import RankError, run_ranks
 
 apply_steps = load_program("beyond/convert", "apply_steps")
 
@@ -132,10 +132,10 @@ def traces(script: Path, ranks: int, in_float64: bool = True, seed: int = 0) -> 
     with scratch(script) as name:
         start = (run_script, name, in_float64, 1000 * seed)
         try:
-            return common.ranks.run_ranks(ranks, *start, backend=None, seconds=SECONDS, quiet=True)
+            return run_ranks(ranks, *start, backend=None, seconds=SECONDS, quiet=True)
         except TimeoutError as error:
             raise ScriptError(f"{error}: does every rank reach each collective?") from None
-        except common.ranks.RankError as error:
+        except RankError as error:
             raise ScriptError(last_error(str(error))) from None
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, optim
 from torch.nn import Parameter
 
-from common.chapters import load_program
+from local_ranks.chapters import load_program
 from shards import (
     ReduceScatter,
     ShardingError,

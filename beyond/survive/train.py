@@ -19,13 +19,13 @@ from torch.utils.data import DistributedSampler, Subset
 
 import durable
 from agree import Agreement, AgreementError
-from common.chapters import load_program
 from common.checkpoint import checkpoint_state, read_checkpoint
 from common.data import ImageSet, load_dataset, loader_options, local_batch_size
 from common.models import build_model
 from common.options import UsageError, exit_on, float_at_least, int_at_least, make_parser
 from common.record import Progress, Recorder, say
 from launch import LaunchError, RankLoader, join_process_group, read_launcher
+from local_ranks.chapters import load_program
 from watchdog import Watchdog
 
 schedule, sync_batchnorm = (load_program("05", name) for name in ("schedule", "sync_batchnorm"))

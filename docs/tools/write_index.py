@@ -21,7 +21,7 @@ SECTIONS = {
     "The core: two hours, with the README and one notebook": ("0?_*",),
     "The roads beyond it": ("beyond", "beyond/*"),
     "Two packages that work without the course": ("packages/*",),
-    "Reference": ("common", "notebooks", "benchmarks", "docs"),
+    "Reference": ("common", "local_ranks", "notebooks", "benchmarks", "docs"),
 }
 INTRODUCTION = """\
 # All programs and pages

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.result_files import load
-from common.chapters import load_program
+from local_ranks.chapters import load_program
 from prove.judge.table import WRONG
 from repository_pages import ROOT
 

@@ -13,10 +13,10 @@ from benchmarks.draw import tables, training_tables
 from benchmarks.measure import stage_runs, stages
 from benchmarks.measure.timing import AA, Effort
 from benchmarks.variants import VARIANTS, Layout
-from common.chapters import ROOT, load_program
-from helpers.local_ranks import run_script
 from helpers.machine import scratch_folder
 from helpers.refusals import assert_one_line, refusal
+from local_ranks.chapters import ROOT, load_program
+from local_ranks.scripts import run_script
 from repository_pages import ALL_PAGES
 
 peak = load_program("01", "peak")

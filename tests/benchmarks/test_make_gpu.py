@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu, variants
-from common.chapters import ROOT
 from common.options import UsageError
 from helpers.environments import make_environment
 from helpers.machine import is_running
+from local_ranks.chapters import ROOT
 from repository_pages import TEST_FILES
 
 

@@ -21,9 +21,10 @@ from benchmarks.draw import step_pictures
 from benchmarks.measure import timeline_recorder
 from benchmarks.measure.recordings import read_recordings, recorder_variables, shown_steps
 from benchmarks.measure.timeline_recorder import MESSAGES, Kind, Recording, Span, Step
-from common.chapters import load_program
-from helpers.local_ranks import run_on_ranks, run_script
+from helpers.on_ranks import run_on_ranks
 from helpers.refusals import assert_one_line, refusal
+from local_ranks.chapters import load_program
+from local_ranks.scripts import run_script
 
 PROGRAM = "benchmarks/timeline.py"
 

@@ -37,18 +37,18 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils.data import DataLoader
 
 from benchmarks.result_files import RESULTS, provenance, save
-from common.chapters import ROOT, load_program
 from common.options import Parser, int_at_least
-from helpers.local_ranks import (
-    become_script,
-    prepare_for_script,
-    process_context,
-    store_of_a_launcher,
-    variables_of_rank,
-)
 from helpers.machine import free_port
 from helpers.small_disk import CANNOT_MOUNT, can_mount, fill, small_disk
 from helpers.train_stage import Run, same_run, same_weights, train_once
+from local_ranks.chapters import ROOT, load_program
+from local_ranks.ranks import NEW_PROCESSES
+from local_ranks.scripts import (
+    become_script,
+    prepare_for_script,
+    store_of_a_launcher,
+    variables_of_rank,
+)
 
 durable = load_program("beyond/survive", "durable")
 SCRIPT = Path(durable.__file__).with_name("train.py")
@@ -290,9 +290,9 @@ def run(fault: Fault, ranks: int, *flags: str) -> tuple:
     if fault.kind in RANK_0_KEEPS_THE_STORE:  # as without torchrun
         env |= {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     args = [(rank, fault, flags, env, folder) for rank in range(ranks)]
-    processes = [process_context.Process(target=_rank, args=each) for each in args]
+    processes = [NEW_PROCESSES.context().Process(target=_rank, args=each) for each in args]
     if fault.kind == "pause-torchrun":
-        processes = [process_context.Process(target=_torchrun, args=(fault, flags, folder))]
+        processes = [NEW_PROCESSES.context().Process(target=_torchrun, args=(fault, flags, folder))]
     for process in processes:
         process.start()
     try:

@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim import SGD, AdamW, NAdam
 from torch.utils.checkpoint import checkpoint
 
-from common.chapters import load_program
 from helpers.stage_files import LESSON_FOLDERS, fresh_module
+from local_ranks.chapters import load_program
 
 language = load_program("beyond/shard", "language")
 FILES = ("shards.py", "zero.py", "fsdp.py", "full_state.py", "library_state.py", "levels.py")

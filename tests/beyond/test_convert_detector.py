@@ -9,10 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
-from common.chapters import load_program
 from convert_cases import DETECTOR, SMALL, converted, launch, load, proof
-from helpers.local_ranks import run_on_ranks
 from helpers.machine import scratch_folder
+from helpers.on_ranks import run_on_ranks
+from local_ranks.chapters import load_program
 from repository_pages import ROOT
 
 ONE_BLOCK = "models.ResNet(models.resnet.BasicBlock, [1] * 4)"  # half of resnet18, so quicker

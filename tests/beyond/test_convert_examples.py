@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.chapters import load_program
 from convert_cases import EXAMPLES, load
-from helpers.local_ranks import launch_script, run_on_ranks
 from helpers.machine import scratch_folder
+from helpers.on_ranks import run_on_ranks
 from helpers.stage_files import replace_once
+from local_ranks.chapters import load_program
+from local_ranks.scripts import launch_script
 from repository_pages import ROOT
 
 # In float64, with the same global batches and the same noise; SyncBatchNorm is stage 05's.

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.chapters import load_program
-from helpers.local_ranks import on_ranks
+from helpers.on_ranks import on_ranks
 from helpers.refusals import assert_one_line, refusal
 from helpers.stage_files import LESSON_FOLDERS, fresh_module, output_of
+from local_ranks.chapters import load_program
 
 step_model = load_program("beyond/forecast", "step_model")
 gradient_order = load_program("beyond/forecast", "gradient_order")

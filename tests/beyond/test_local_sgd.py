@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
-from common.chapters import load_program
-from helpers.local_ranks import gather_from_ranks, on_ranks, run_on_ranks
+from helpers.on_ranks import gather_from_ranks, on_ranks, run_on_ranks
 from helpers.refusals import assert_one_line, refusal
 from helpers.stage_files import LESSON_FOLDERS, fresh_module
+from local_ranks.chapters import load_program
 
 LOCAL_SGD = "local_sgd.py"
 local = load_program("beyond/local_sgd", "local_sgd")

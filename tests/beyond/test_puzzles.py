@@ -9,12 +9,12 @@ from statistics import mean, stdev
 
 import pytest
 
-import common.ranks
 import write_puzzles
-from common.chapters import ROOT, load_program
-from helpers.local_ranks import SECONDS, process_context, run_script, use_default_start_method
-from helpers.machine import patience, scratch_folder
+from helpers.machine import scratch_folder
 from helpers.stage_files import replace_once
+from local_ranks.chapters import ROOT, load_program
+from local_ranks.ranks import NEW_PROCESSES, patience
+from local_ranks.scripts import SECONDS, run_script, use_default_start_method
 
 traces = load_program("beyond/puzzles", "traces")
 check_answer = load_program("beyond/puzzles", "check_answer")
@@ -87,7 +87,7 @@ def _judge(number: int, sources: dict[str, str], file: Path) -> None:
     """In a fork that has imported torch, and whose ranks are forks of it."""
     use_default_start_method()
     os.environ["OMP_NUM_THREADS"] = "1"
-    common.ranks.start_method = "fork"
+    NEW_PROCESSES.start_method = "fork"
     os.chdir(file.parent)
     for descriptor in range(3):
         os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
@@ -100,7 +100,7 @@ def _judge(number: int, sources: dict[str, str], file: Path) -> None:
 
 def verdicts(number: int, sources: dict[str, str]) -> dict[str, tuple[bool, str]]:
     file = scratch_folder() / "verdicts.json"
-    process = process_context.Process(target=_judge, args=(number, sources, file))
+    process = NEW_PROCESSES.context().Process(target=_judge, args=(number, sources, file))
     process.start()
     process.join(patience(5 * SECONDS))
     if process.is_alive():

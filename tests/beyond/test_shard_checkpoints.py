@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from benchmarks.measure.sharding import held_by_kind
-from common.chapters import load_program
-from helpers.local_ranks import on_ranks, run_on_ranks
+from helpers.on_ranks import on_ranks, run_on_ranks
+from local_ranks.chapters import load_program
 from shard_cases import (
     BY_HAND,
     OPTIMIZERS,

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.measure import sharding
-from common.chapters import load_program
-from helpers.local_ranks import run_on_ranks, run_script
+from helpers.on_ranks import run_on_ranks
+from local_ranks.chapters import load_program
+from local_ranks.scripts import run_script
 from shard_cases import (
     BY_HAND,
     FSDP,

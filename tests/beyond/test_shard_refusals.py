@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon
 
-from common.chapters import load_program
-from helpers.local_ranks import gather_from_ranks, on_ranks
+from helpers.on_ranks import gather_from_ranks, on_ranks
 from helpers.refusals import assert_one_line, refusal
 from helpers.stage_files import LESSON_FOLDERS, fresh_module
+from local_ranks.chapters import load_program
 from shard_cases import FSDP, ZERO_1, ZERO_2, Odd, changed_levels
 
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
-from common.chapters import load_program
-from helpers.local_ranks import gather_from_ranks, on_ranks, run_on_ranks
+from helpers.on_ranks import gather_from_ranks, on_ranks, run_on_ranks
+from local_ranks.chapters import load_program
 from shard_cases import (
     BY_HAND,
     FSDP,

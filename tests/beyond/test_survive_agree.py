@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common.chapters import load_program
-from helpers.local_ranks import gather_from_ranks, on_ranks
 from helpers.machine import stopped_clock
+from helpers.on_ranks import gather_from_ranks, on_ranks
 from helpers.stage_files import LESSON_FOLDERS, fresh_module
+from local_ranks.chapters import load_program
 
 agree = load_program("beyond/survive", "agree")
 

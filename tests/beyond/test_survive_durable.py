@@ -14,8 +14,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from common.chapters import load_program
 from helpers.stage_files import LESSON_FOLDERS, fresh_module
+from local_ranks.chapters import load_program
 
 durable = load_program("beyond/survive", "durable")
 MEGABYTE = 2**20

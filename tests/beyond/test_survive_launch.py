@@ -14,17 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, _utils
 
-from common.chapters import ROOT, load_program
-from helpers.local_ranks import (
-    gather_from_ranks,
-    launcher_variables,
-    on_ranks,
-    process_context,
-    run_on_ranks,
-    run_script,
-)
 from helpers.machine import free_port, is_running
+from helpers.on_ranks import gather_from_ranks, on_ranks, run_on_ranks
 from helpers.refusals import assert_one_line, refusal
+from local_ranks.chapters import ROOT, load_program
+from local_ranks.ranks import NEW_PROCESSES
+from local_ranks.scripts import launcher_variables, run_script
 
 launch = load_program("beyond/survive", "launch")
 SCRIPT = "beyond/survive/train.py"
@@ -183,8 +178,8 @@ def look_often(_: int) -> None:
 
 def test_a_loader_ends_with_its_rank_and_not_before():
     """The control: of a fork server, the default since Python 3.14, a loader of torch stays."""
-    ours, theirs = process_context.Pipe()
-    rank = process_context.Process(target=load_with_workers, args=(theirs,))
+    ours, theirs = NEW_PROCESSES.context().Pipe()
+    rank = NEW_PROCESSES.context().Process(target=load_with_workers, args=(theirs,))
     rank.start()
     loader, control = ours.recv()
     os.kill(loader, signal.SIGTERM)

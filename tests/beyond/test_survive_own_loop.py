@@ -9,9 +9,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from common.chapters import load_program
-from helpers.local_ranks import launch_script, run_script
 from helpers.stage_files import LESSON_FOLDERS
+from local_ranks.chapters import load_program
+from local_ranks.scripts import launch_script, run_script
 from repository_pages import fences
 
 launch = load_program("beyond/survive", "launch")

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.chapters import ROOT
 from common.data import load_dataset
 from common.options import make_parser
 from common.run_folder import read_metrics
-from helpers.local_ranks import launcher_variables, run_on_ranks, run_script
 from helpers.machine import free_port
+from helpers.on_ranks import run_on_ranks
 from helpers.refusals import assert_one_line, refusal
 from helpers.train_stage import (
     FP32,
@@ -26,6 +25,8 @@ from helpers.train_stage import (
     train,
     train_once,
 )
+from local_ranks.chapters import ROOT
+from local_ranks.scripts import launcher_variables, run_script
 
 SCRIPT = "beyond/survive/train.py"
 durable = load_stage("survive").durable

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from common.chapters import load_program
 from helpers import oracle
-from helpers.local_ranks import run_on_ranks
 from helpers.machine import scratch_folder
+from helpers.on_ranks import run_on_ranks
 from helpers.replayed_runs import distances, replayed_flags
 from helpers.train_stage import FP32, ON_CPU, Run, load_stage, run_main, train, train_once
+from local_ranks.chapters import load_program
 
 CLIP = 0.5  # below the norm of nearly every step of these runs
 

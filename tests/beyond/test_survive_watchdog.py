@@ -15,10 +15,11 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from common.chapters import load_program
-from helpers.local_ranks import process_context, run_on_ranks
 from helpers.machine import GLOO_TIMED_OUT, stopped_clock
+from helpers.on_ranks import run_on_ranks
 from helpers.stage_files import LESSON_FOLDERS, fresh_module
+from local_ranks.chapters import load_program
+from local_ranks.ranks import NEW_PROCESSES
 
 watchdog = load_program("beyond/survive", "watchdog")
 
@@ -34,7 +35,7 @@ def new_watchdog(rank: int = 0, world_size: int = 2):
 def test_only_the_very_process_that_wrote_a_note_is_ended(same):
     """The control: its number now belongs to a process that started at another time."""
     dog, _ = new_watchdog()
-    process = process_context.Process(target=time.sleep, args=(60,))
+    process = NEW_PROCESSES.context().Process(target=time.sleep, args=(60,))
     process.start()
     who = watchdog.process_identity(process.pid)
     place = "step 3, line 2, `b()`"

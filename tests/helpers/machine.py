@@ -1,6 +1,5 @@
 """What tests ask of this machine: a new folder, a free port, time that fits its load."""
 
-import os
 import signal
 import socket
 import tempfile
@@ -16,11 +15,6 @@ import torch
 GLOO_TIMED_OUT = "Application timeout caused pair closure"
 
 torch.set_num_threads(1)  # as every rank has: two tests that run side by side have two cores
-
-
-def patience(seconds: float) -> float:
-    """A time limit that only a hang reaches: as much longer as processes wait for a core."""
-    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from common.chapters import ROOT
 from common.models import Net
 from helpers.rehearsal import (
     AMP,
@@ -23,6 +22,7 @@ from helpers.rehearsal import (
     rehearse,
 )
 from helpers.train_stage import load_stage
+from local_ranks.chapters import ROOT
 
 JOINS = {  # how the ranks of each script join, and then each names its GPU
     BY_HAND: "join nccl",

@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from helpers.local_ranks import SECONDS, process_context, use_default_start_method
-from helpers.machine import patience, scratch_folder
+from helpers.machine import scratch_folder
+from local_ranks.ranks import NEW_PROCESSES, patience
+from local_ranks.scripts import SECONDS, use_default_start_method
 from prove.__main__ import main
 
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
@@ -31,7 +32,7 @@ def run(
     hash texts unlike each other; prove then starts one of its ranks anew, for seconds."""
     texts = scratch_folder()
     env |= {"OMP_NUM_THREADS": "1"} | ({} if hashes_differ else {"PYTHONHASHSEED": "0"})
-    process = process_context.Process(target=_prove, args=(folder, texts, env, arguments))
+    process = NEW_PROCESSES.context().Process(target=_prove, args=(folder, texts, env, arguments))
     process.start()
     process.join(patience(3 * SECONDS))
     if process.is_alive():

@@ -3,10 +3,10 @@
 import hashlib
 from pathlib import Path
 
-from common.chapters import ROOT, load_program
-from helpers.local_ranks import launch_script, run_script
 from helpers.machine import scratch_folder
 from helpers.stage_files import LESSON_FOLDERS
+from local_ranks.chapters import ROOT, load_program
+from local_ranks.scripts import launch_script, run_script
 
 SCRIPTS = {  # of each folder that has one
     key: f"{folder.relative_to(ROOT)}/train.py"

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from common.chapters import ROOT, load_program
-from helpers.local_ranks import run_on_ranks
 from helpers.machine import scratch_folder
+from helpers.on_ranks import run_on_ranks
 from helpers.stage_files import replace_once
 from helpers.train_stage import spawned_as
+from local_ranks.chapters import ROOT, load_program
 
 TWO_STEPS = ("--epochs=2", "--max-steps=2", f"--data-dir={ROOT / 'data'}")  # none in the second
 SINGLE, MINIMAL_SINGLE = "01_single_gpu/train.py", "01_single_gpu/minimal.py"

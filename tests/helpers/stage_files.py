@@ -15,8 +15,8 @@ from pathlib import Path
 from shutil import ignore_patterns
 from unittest.mock import patch
 
-from common.chapters import ROOT, load_program
 from helpers.machine import in_time
+from local_ranks.chapters import ROOT, load_program
 
 LESSON_FOLDERS = {path.name[:2]: path for path in sorted(ROOT.glob("0?_*"))}
 LESSON_FOLDERS |= {

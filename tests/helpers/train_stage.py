@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from common.chapters import ROOT
 from common.data import load_dataset
 from common.options import make_parser
 from common.run_folder import read_metrics
-from helpers.local_ranks import run_on_ranks
 from helpers.machine import scratch_folder
+from helpers.on_ranks import run_on_ranks
 from helpers.stage_files import LESSON_FOLDERS, Change, fresh_module
+from local_ranks.chapters import ROOT
 
 ON_CPU = ("--device=cpu", f"--data-dir={ROOT / 'data'}")
 ONE_EPOCH = ("--model=net-bn", "--epochs=1", "--batch-size=60")

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.chapters import ROOT
-from helpers.local_ranks import run_on_ranks
+from helpers.on_ranks import run_on_ranks
 from helpers.train_stage import train_once, train_rank
+from local_ranks.chapters import ROOT
 from shm import fast
 from shm.exchange import Exchange
 from shm.replace import over_shm

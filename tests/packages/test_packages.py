@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from common.chapters import ROOT
 from helpers.environments import make_environment
-from helpers.machine import patience
 from helpers.stage_files import NOT_COPIED
+from local_ranks.chapters import ROOT
+from local_ranks.ranks import patience
 
 NAMES = ("prove", "shm")
 SCRIPT = """

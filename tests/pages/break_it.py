@@ -13,8 +13,8 @@ from pathlib import Path
 from shutil import copytree
 from tempfile import TemporaryDirectory
 
-from common.chapters import ROOT, load_program
 from helpers.stage_files import LESSON_FOLDERS, NOT_COPIED, Change, changed_source
+from local_ranks.chapters import ROOT, load_program
 
 repository_pages = load_program("docs/tools", "repository_pages")
 

@@ -8,11 +8,11 @@ import re
 import pytest
 
 from break_it import file_of, rows_of
-from common.chapters import ROOT, load_program
-from common.ranks import RankError
-from helpers.local_ranks import run_script
 from helpers.outputs import differences
 from helpers.stage_files import LESSON_FOLDERS, changed_source
+from local_ranks.chapters import ROOT, load_program
+from local_ranks.ranks import RankError
+from local_ranks.scripts import run_script
 from repository_pages import fences
 
 ROWS = [row for key in LESSON_FOLDERS for row in rows_of(key)]

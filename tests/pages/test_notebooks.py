@@ -1,6 +1,5 @@
 """The notebooks: what they show is true today, and each runs from top to bottom."""
 
-import multiprocessing
 import os
 import time
 from types import SimpleNamespace
@@ -12,9 +11,8 @@ import torch
 from ipykernel.kernelapp import IPKernelApp
 from nbclient import NotebookClient
 
-import common.ranks
-from common.chapters import load_program
-from helpers import local_ranks
+from local_ranks.chapters import load_program
+from local_ranks.ranks import NEW_PROCESSES
 
 execute = load_program("notebooks", "execute")
 
@@ -29,15 +27,14 @@ def run_kernel(env, flags):
     os.environ.update(env)
     inline = "module://matplotlib_inline.backend_inline"
     matplotlib.rcParams["backend"] = inline  # the kernel says so to those who import it later
-    local_ranks.process_context = multiprocessing.get_context("fork")
-    common.ranks.start_method = "fork"
+    NEW_PROCESSES.start_method = "fork"
     IPKernelApp.launch_instance(argv=flags)
 
 
 def quick_kernel(command, env, **_):
     """In place of Popen: the kernel and its ranks need not import torch again."""
     flags = command[command.index("-f") :]
-    process = local_ranks.process_context.Process(target=run_kernel, args=(env, flags))
+    process = NEW_PROCESSES.context().Process(target=run_kernel, args=(env, flags))
     process.start()
     while os.getpgid(process.pid) != process.pid:  # its group gets the signals
         time.sleep(0.01)

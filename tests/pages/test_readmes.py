@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.draw import tables
 from check_pages import CHINESE
-from helpers.local_ranks import launch_script, run_script
 from helpers.machine import scratch_folder
 from helpers.outputs import differences
+from local_ranks.scripts import launch_script, run_script
 from repository_pages import ALL_PAGES, BREAK, ROOT, TABLE, fences, shell
 
 

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from common.chapters import ROOT
+from local_ranks.chapters import ROOT
 
 SITE = ROOT / ".venv-site"
 

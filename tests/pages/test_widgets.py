@@ -11,8 +11,8 @@ import torch
 
 from benchmarks import result_files
 from benchmarks.measure import sharding
-from common.chapters import ROOT, load_program
-from helpers.local_ranks import run_on_ranks
+from helpers.on_ranks import run_on_ranks
+from local_ranks.chapters import ROOT, load_program
 
 step_model = load_program("beyond/forecast", "step_model")
 gradient_order = load_program("beyond/forecast", "gradient_order")

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from common.chapters import ROOT, load_program
+from local_ranks.chapters import ROOT, load_program
 
-FOLDERS = ("packages/prove/src/prove", "packages/shm/src/shm", "common", "benchmarks")
+PACKAGES = ("packages/prove/src/prove", "packages/shm/src/shm")
+FOLDERS = (*PACKAGES, "common", "local_ranks", "benchmarks")
 
 ROOMS = {  # from which others each imports, as CONTRIBUTING.md says; tests import from all
     "course": set(),
@@ -21,7 +22,12 @@ ROOMS = {  # from which others each imports, as CONTRIBUTING.md says; tests impo
     "workshop": {"course", "packages", "beyond"},
     "notebooks": {"course", "beyond", "workshop", "tests"},
 }
-ROOM_OF_FOLDER = {"common": "course", "benchmarks": "workshop", "docs": "workshop"}
+ROOM_OF_FOLDER = {
+    "common": "course",
+    "local_ranks": "course",
+    "benchmarks": "workshop",
+    "docs": "workshop",
+}
 
 Graph = dict[str, set[str]]  # of each module, those that it imports
 

@@ -7,14 +7,14 @@ import re
 
 import pytest
 
-from common.chapters import ROOT
+from local_ranks.chapters import ROOT
 
-PROGRAMS = ("[0c]*/**/*.py", "beyond/**/*.py", "packages/*/src/**/*.py")
+PROGRAMS = ("[0cl]*/**/*.py", "beyond/**/*.py", "packages/*/src/**/*.py")
 UNPICKLING = re.compile(
     r"pickle\.load|weights_only=False|\w_object\w*\(|torch\.load\((?!.*weights_only=)"
 )
 TRUSTED = {  # how often each of these reads what its own processes have written
-    "common/ranks.py": 2,
+    "local_ranks/ranks.py": 2,
     "prove/rank_record.py": 1,
     "watch/samples.py": 1,
     # The batches of the user's script, in a process of that script.

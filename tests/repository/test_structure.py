@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from common.chapters import ROOT
 from helpers.stage_files import different_functions, functions
+from local_ranks.chapters import ROOT
 from repository_pages import TEST_FILES
 from write_lessons import PARENTS, lesson
 
@@ -32,8 +32,7 @@ TAUGHT = {  # the functions that a stage changes; the others are its parent's, w
 }
 STAGE_FOLDERS = (PARENTS["02_data_parallel"], *PARENTS)
 SOURCES = {stage: (ROOT / stage / "train.py").read_text() for stage in STAGE_FOLDERS}
-APART = ("chapters.py", "ranks.py")  # for chapters and tests: no train.py of a stage imports them
-COMMON = sorted(path for path in (ROOT / "common").glob("*.py") if path.name not in APART)
+COMMON = sorted((ROOT / "common").glob("*.py"))
 each_stage = pytest.mark.parametrize("stage", SOURCES)
 
 
@@ -88,7 +87,8 @@ def test_common_knows_nothing_of_parallelism_and_has_no_base_class():
     text = "\n".join(path.read_text() for path in COMMON)
     assert not names_used(text) & FORBIDDEN
     assert "optimizer.step(" not in text
-    assert not [stage for stage in SOURCES if "common.ranks" in SOURCES[stage]]
+    assert "local_ranks" not in text
+    assert not [stage for stage in SOURCES if "local_ranks.ranks" in SOURCES[stage]]
     classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
     bases = {ast.unparse(base) for node in classes for base in node.bases}
     assert not {node.name for node in classes} & bases
@@ -116,8 +116,6 @@ def test_no_absolute_path_and_no_sys_path_in_what_readers_copy():
     folders = (*STAGE_FOLDERS, "beyond/local_sgd", "common")
     programs: list[Path] = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     for path in programs:
-        if path.name == "chapters.py":  # the one loader
-            continue
         source = path.read_text()
         assert "sys.path" not in source, path
         assert not PATH_OF_A_MACHINE.search(source), path

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers.local_ranks import on_ranks
+from helpers.on_ranks import on_ranks
 
 
 @on_ranks(2)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from common.chapters import load_program
 from common.data import local_batch_size
 from common.options import UsageError
+from local_ranks.chapters import load_program
 
 
 def test_c06_32_on_each_of_2_times_8_ranks_is_a_global_batch_of_512():

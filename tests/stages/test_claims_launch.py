@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.chapters import load_program
-from common.ranks import run_ranks
-from helpers.local_ranks import run_on_ranks, run_script
+from helpers.on_ranks import run_on_ranks
+from local_ranks.chapters import load_program
+from local_ranks.ranks import run_ranks
+from local_ranks.scripts import run_script
 
 
 def test_c03_rank_modulo_gpus_is_the_local_rank_only_on_equal_nodes():

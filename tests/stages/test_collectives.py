@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from common.chapters import ROOT, load_program
-from common.ranks import run_ranks
-from helpers.local_ranks import fork_ranks, gather_from_ranks, on_ranks, process_context
-from helpers.machine import is_running, patience
+from helpers.machine import is_running
+from helpers.on_ranks import gather_from_ranks, on_ranks
 from helpers.stage_files import output_of
 from helpers.train_stage import load_stage
+from local_ranks.chapters import ROOT, load_program
+from local_ranks.ranks import NEW_PROCESSES, patience, run_ranks
+from local_ranks.scripts import fork_ranks
 
 collectives = load_program("03", "collectives")
 LESSONS = collectives.LESSONS
@@ -154,7 +155,7 @@ def start_ranks_of_a_chapter() -> None:
 
 def ranks_left(folder: Path, main: Callable, seconds: float) -> int:
     """How many of the two ranks still run so long after their program was killed."""
-    program, ranks = process_context.Process(target=be_a_program, args=(folder, main)), []
+    program, ranks = NEW_PROCESSES.context().Process(target=be_a_program, args=(folder, main)), []
     (folder / READY).unlink(missing_ok=True)
     program.start()
     try:
@@ -197,7 +198,7 @@ def fork_a_rank_beside_a_store() -> None:
 
 
 def threads_when_a_rank_is_forked(folder: Path, main: Callable) -> int:
-    program = process_context.Process(target=be_a_program, args=(folder, main))
+    program = NEW_PROCESSES.context().Process(target=be_a_program, args=(folder, main))
     program.start()
     program.join(patience(60))
     return int((folder / "threads").read_text())

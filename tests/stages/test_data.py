@@ -17,7 +17,7 @@ import common.data
 from common.data import load_dataset, loader_options
 from common.models import build_model
 from common.options import UsageError
-from helpers.local_ranks import on_ranks, run_on_ranks
+from helpers.on_ranks import on_ranks, run_on_ranks
 from helpers.train_stage import few_digits, options
 
 

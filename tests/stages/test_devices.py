@@ -6,7 +6,6 @@ whole. Those of the roads: beyond/test_beyond_devices.py.
 
 import pytest
 
-from common.chapters import ROOT
 from helpers.own_gpus import (
     SHOWN_ITS_OWN,
     assert_evaluation_sends_each_batch_to_the_gpu,
@@ -29,6 +28,7 @@ from helpers.rehearsal import (
     RankLog,
     rehearse,
 )
+from local_ranks.chapters import ROOT
 
 
 def with_local_ranks(*numbers: int) -> list[dict[str, str]]:

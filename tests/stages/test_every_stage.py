@@ -11,11 +11,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from common.chapters import ROOT
 from common.data import load_dataset
 from common.models import build_model
-from helpers.local_ranks import run_on_ranks, run_script
 from helpers.machine import scratch_folder
+from helpers.on_ranks import run_on_ranks
 from helpers.train_stage import (
     FP32,
     ON_CPU,
@@ -31,6 +30,8 @@ from helpers.train_stage import (
     train,
     train_once,
 )
+from local_ranks.chapters import ROOT
+from local_ranks.scripts import run_script
 
 RANKS = {"01": 1, "02": 1, "03": 2, "04": 2, "05": 2}  # of each stage
 each_stage = pytest.mark.parametrize(("key", "ranks"), RANKS.items(), ids=RANKS)

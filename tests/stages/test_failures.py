@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from common.chapters import ROOT, load_program
 from helpers.machine import GLOO_TIMED_OUT, in_time
 from helpers.stage_files import output_of
+from local_ranks.chapters import ROOT, load_program
 from repository_pages import fences
 
 LATE = "Timed out waiting 2000ms"  # of one rank; how the other ends is a matter of luck

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from common.chapters import load_program
-from helpers.local_ranks import on_ranks
+from helpers.on_ranks import on_ranks
 from helpers.stage_files import output_of
+from local_ranks.chapters import load_program
 
 peak, fit = load_program("01", "peak"), load_program("01", "fit")
 

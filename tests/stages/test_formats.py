@@ -12,8 +12,8 @@ from torch import nn
 
 from benchmarks import result_files
 from benchmarks.draw.tables import TABLES
-from common.chapters import ROOT, load_program
 from helpers.train_stage import train_once
+from local_ranks.chapters import ROOT, load_program
 
 formats = load_program("05", "formats")
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from common.chapters import ROOT, load_program
-from helpers.local_ranks import launch_script, on_ranks, run_script
+from helpers.on_ranks import on_ranks
 from helpers.stage_files import LESSON_FOLDERS
 from helpers.train_stage import Run
+from local_ranks.chapters import ROOT, load_program
+from local_ranks.scripts import launch_script, run_script
 
 pytestmark = pytest.mark.gpu
 

@@ -22,9 +22,10 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from common.chapters import ROOT
-from helpers.local_ranks import PRELOADED, SECONDS
-from helpers.machine import patience
+from helpers.on_ranks import PRELOADED
+from local_ranks.chapters import ROOT
+from local_ranks.ranks import patience
+from local_ranks.scripts import SECONDS
 from prove import processes
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from common.chapters import load_program
-from helpers.local_ranks import gather_from_ranks, on_ranks
+from helpers.on_ranks import gather_from_ranks, on_ranks
 from helpers.outputs import rows_on_page
+from local_ranks.chapters import load_program
 
 loss_scaling = load_program("05", "loss_scaling")
 

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.chapters import ROOT, load_program
 from common.options import UsageError
-from helpers.local_ranks import gather_from_ranks, on_ranks, run_on_ranks
 from helpers.machine import scratch_folder
+from helpers.on_ranks import gather_from_ranks, on_ranks, run_on_ranks
 from helpers.stage_files import Change
 from helpers.train_stage import Run, default_dtype, load_stage, run_main, train_once
+from local_ranks.chapters import ROOT, load_program
 
 NAMES = ("per-parameter", "flat", "bucketed", "ring")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}

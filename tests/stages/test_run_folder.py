@@ -11,11 +11,12 @@ import pytest
 
 from common.options import UsageError
 from common.run_folder import append, lock, read_metrics, replace, set_aside
-from helpers.local_ranks import launch_script, process_context, run_script
 from helpers.machine import is_running
 from helpers.refusals import SCRIPTS, assert_one_line
 from helpers.small_disk import CANNOT_MOUNT, fill, small_disk
 from helpers.train_stage import FP32, ONE_EPOCH, few_digits, train
+from local_ranks.ranks import NEW_PROCESSES
+from local_ranks.scripts import launch_script, run_script
 
 FIVE_STEPS = (*few_digits(), *ONE_EPOCH)  # an epoch has 5 steps
 
@@ -34,7 +35,7 @@ def other_run(tmp_path):
     """A process that runs in the folder "run", and its loader."""
     folder, started = tmp_path / "run", tmp_path / "started"
     folder.mkdir()
-    process = process_context.Process(target=train_forever, args=(folder, started))
+    process = NEW_PROCESSES.context().Process(target=train_forever, args=(folder, started))
     process.start()
     while not (started.exists() and started.read_text()):
         assert process.is_alive()

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from common.chapters import load_program
 from common.options import make_parser
 from helpers.outputs import rows_on_page
+from local_ranks.chapters import load_program
 
 schedule = load_program("05", "schedule")
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common.chapters import load_program
 from common.options import UsageError
-from helpers.local_ranks import on_ranks, run_on_ranks
+from helpers.on_ranks import on_ranks, run_on_ranks
 from helpers.stage_files import LESSON_FOLDERS, fresh_module
+from local_ranks.chapters import load_program
 
 # Samples of each rank: uneven, one of them alone, and of four ranks one has none at all.
 SIZES = {1: [5], 2: [1, 4], 4: [1, 5, 0, 2]}

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.chapters import load_program
-from helpers.local_ranks import on_ranks
 from helpers.machine import GLOO_TIMED_OUT
+from helpers.on_ranks import on_ranks
 from helpers.train_stage import default_dtype
+from local_ranks.chapters import load_program
 
 
 @on_ranks(3)

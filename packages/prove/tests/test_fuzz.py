@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from common.chapters import load_program
-from helpers.local_ranks import SECONDS, run_script
 from helpers.machine import scratch_folder
+from local_ranks.chapters import load_program
+from local_ranks.scripts import SECONDS, run_script
 
 FUZZ = "prove/evidence/fuzz"
 FOLDER = Path(__file__).parents[1] / "evidence" / "fuzz"

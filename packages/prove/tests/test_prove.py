@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import prove
-from helpers.local_ranks import SECONDS, run_script
 from helpers.prove_runs import TORCHRUN, run, verdict
+from local_ranks.scripts import SECONDS, run_script
 from prove.planted.mistakes import ONE_GPU
 from prove_cases import PACKAGE, planted, training_of
 

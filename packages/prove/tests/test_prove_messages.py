@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from check_pages import anchors
-from helpers.local_ranks import SECONDS, process_context
 from helpers.prove_runs import TORCHRUN, run, verdict
+from local_ranks.ranks import NEW_PROCESSES
+from local_ranks.scripts import SECONDS
 from prove import processes
 from prove.judge import effects, replay_checks, table, wording
 from prove.judge.reasons import Phrase
@@ -94,7 +95,7 @@ def test_if_nothing_can_be_judged_one_line_says_why(source, message, prove_scrip
 def test_a_rank_that_cannot_be_watched_says_why(tmp_path):
     environment = {"OMP_NUM_THREADS": "1"}  # and no PROVE, which install() reads
     log = tmp_path / "log"
-    rank = process_context.Process(
+    rank = NEW_PROCESSES.context().Process(
         target=processes.become_rank, args=(["train.py"], environment, log)
     )
     rank.start()

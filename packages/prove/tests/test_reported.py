@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from common.chapters import load_program
 from helpers.prove_runs import run
+from local_ranks.chapters import load_program
 
 count_seen = load_program("packages", "prove/evidence/reported/count_seen")
 PAIRS = count_seen.pairs()

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 import shm  # noqa: F401 (the backend)
-from helpers.local_ranks import run_on_ranks
-from helpers.machine import patience
+from helpers.on_ranks import run_on_ranks
+from local_ranks.ranks import patience
 from shm.segment import Segment, identity_of_file, open_if_identical
 from shm.work import pending
 from shm_cases import collect, without_a_compiler

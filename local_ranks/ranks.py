@@ -2,9 +2,8 @@
 
     run_ranks(4, function, argument)  # what function(rank, argument) returns on each of four ranks
 
-Chapters, tests and benchmarks start their ranks here, and no train.py does. A fork server imports
-torch once, and each rank is a copy of it that is there in milliseconds. A chapter that torchrun
-starts calls join_on_this_machine instead.
+A fork server imports torch once, and each rank is a copy of it that is there in milliseconds. A
+chapter that torchrun starts calls init_gloo_or_refuse instead.
 """
 
 import multiprocessing
@@ -16,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
@@ -27,9 +27,23 @@ from common.options import UsageError
 
 # Rank 0 need not make the store, because its launcher has one.
 STORE_OF_A_LAUNCHER = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-start_method = "forkserver"
 SLOW_MODULES = ("torch", "torchvision", "matplotlib.pyplot", "tabulate")
-preloaded: list[str] = []  # what the fork server imports; or else those that are slow and are here
+
+
+@dataclass
+class NewProcesses:
+    """How the processes begin that this one starts."""
+
+    start_method: str = "forkserver"  # "fork" in a process that has imported torch already
+    preloaded: list[str] = field(default_factory=list)  # by the fork server; or else what is slow
+
+    def context(self) -> Any:
+        slow = [name for name in SLOW_MODULES if name in sys.modules]
+        multiprocessing.set_forkserver_preload(self.preloaded or slow)
+        return multiprocessing.get_context(self.start_method)
+
+
+NEW_PROCESSES = NewProcesses()
 
 
 class RankError(RuntimeError):
@@ -43,7 +57,7 @@ class Start(NamedTuple):
     backend: str | None = "gloo"  # None: its function joins the process group
     device: str = "cpu"
     quiet: bool = False  # hide what it writes to stderr; an error still arrives
-    stays: bool = False  # until it is killed, because the others would notice its exit
+    keep_alive: bool = False  # until it is killed, because the others would notice its exit
 
 
 class Rank(NamedTuple):
@@ -59,9 +73,7 @@ class Ranks:
     """Ranks that run one function; at the end of the `with`, those that still run are killed."""
 
     def __init__(self, world_size: int, start: Start, function: Callable, args: tuple) -> None:
-        slow = [name for name in SLOW_MODULES if name in sys.modules]
-        multiprocessing.set_forkserver_preload(preloaded or slow)
-        context: Any = multiprocessing.get_context(start_method)
+        context = NEW_PROCESSES.context()
         # The store where the ranks meet. Port 0: the operating system picks a free one.
         self.store = dist.TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
         self.ranks = []
@@ -142,7 +154,7 @@ def watch_ranks(
 
     function returns a text. seconds: how long it has after all ranks have joined.
     """
-    start = Start(variables or {}, backend, quiet=True, stays=True)
+    start = Start(variables or {}, backend, quiet=True, keep_alive=True)
     with Ranks(world_size, start, function, args) as ranks:
         for rank in ranks:
             rank.answer.recv_bytes()  # it has joined
@@ -160,6 +172,11 @@ def became_of(rank: Rank) -> str:
     except EOFError:
         rank.process.join(10)
         return rank.how_it_ended()
+
+
+def patience(seconds: float) -> float:
+    """A time limit that only a hang reaches: as much longer as processes wait for a core."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def torchrun_variables(rank: int | str, world_size: int, port: int | str) -> dict[str, str]:
@@ -180,13 +197,13 @@ def run_rank(rank: int, start: Start, answer: Connection, function: Callable, ar
     torch.set_num_threads(1)  # or the ranks compete for the cores
     try:
         join_group(rank, start)
-        if start.stays:
+        if start.keep_alive:
             answer.send_bytes(b"joined")
         result = (True, function(rank, *args))
     except Exception:
         result = (False, traceback.format_exc())
     answer.send_bytes(pickle.dumps(result))  # send() would hand tensors over as shared memory
-    if start.stays:
+    if start.keep_alive:
         time.sleep(3600)
     if start.backend and dist.is_initialized():
         dist.destroy_process_group()
@@ -207,15 +224,15 @@ def end_with_parent() -> None:
 
     Without this, a rank that waits in C++ would outlive a program that is killed.
     """
-
-    def wait_for_its_end() -> None:
-        multiprocessing.parent_process().join()  # type: ignore[union-attr]
-        os._exit(1)
-
-    threading.Thread(target=wait_for_its_end, daemon=True).start()
+    threading.Thread(target=wait_for_the_end_of_the_parent, daemon=True).start()
 
 
-def join_on_this_machine(program: str, why_two: str) -> None:
+def wait_for_the_end_of_the_parent() -> None:
+    multiprocessing.parent_process().join()  # type: ignore[union-attr]
+    os._exit(1)
+
+
+def init_gloo_or_refuse(program: str, why_two: str) -> None:
     """Join the ranks that torchrun has started here; UsageError, which says why, if it is alone."""
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
         command = f"torchrun --standalone --nproc-per-node=2 {program}"

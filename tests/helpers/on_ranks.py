@@ -1,0 +1,82 @@
+"""Ranks of this machine for tests.
+
+run_on_ranks(2, function, argument)  # what function(rank, argument) returns on each of two
+
+@on_ranks(2)                         # the body of the test runs on each of two
+def test_ranks_agree(rank, flag): ...  # `flag` is a fixture or a parameter, as always
+"""
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from inspect import Signature, signature
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from helpers.machine import scratch_folder
+from local_ranks.ranks import NEW_PROCESSES, patience, run_ranks
+from local_ranks.scripts import SECONDS, use_default_start_method
+
+PRELOADED = [  # by the fork server
+    "PIL.Image",
+    "common.checkpoint",
+    "common.models",
+    "ipykernel.kernelapp",
+    "matplotlib.pyplot",
+    "pycocotools.cocoeval",
+    "prove.watch.observe",
+    "prove.prover",
+    "pytest",
+    "tabulate",
+    "tests.helpers.preload",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torchvision",
+    "torchvision.transforms.v2",
+]
+NEW_PROCESSES.preloaded = PRELOADED
+
+
+def run_on_ranks(world_size: int, function: Callable, *args: Any, may_die: tuple = ()) -> list:
+    """What function(rank, *args) returns on each rank; it joins the process group itself."""
+    options = {"backend": None, "seconds": patience(SECONDS), "may_die": may_die}
+    return run_ranks(world_size, _run_function, function, args, **options)
+
+
+def _run_function(rank: int, function: Callable, args: tuple) -> Any:
+    use_default_start_method()
+    return function(rank, *args)
+
+
+def on_ranks(ranks: int = 0) -> Callable:
+    """The body of a test runs on so many ranks of a process group over gloo, in a new folder.
+    Without a number, on as many as its argument `ranks` says."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def start(**arguments: Any) -> None:
+            body = (test.__module__, test.__name__, arguments)
+            run_on_ranks(ranks or arguments["ranks"], _run_body, scratch_folder(), *body)
+
+        _, *others = signature(test).parameters.values()  # pytest gives all of them but `rank`
+        start.__signature__ = Signature(others)  # type: ignore[attr-defined]
+        start.body = test  # type: ignore[attr-defined]
+        return start
+
+    return decorate
+
+
+def _run_body(rank: int, folder: Path, module: str, test: str, arguments: dict[str, Any]) -> None:
+    os.chdir(folder)
+    dist.init_process_group("gloo")
+    getattr(import_module(module), test).body(rank, **arguments)
+
+
+def gather_from_ranks(value: Any) -> list:
+    """What each rank gives, on every rank."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
