@@ -36,7 +36,7 @@ lint: $(VENV)/ready  ## check style, types and shell scripts: a minute
 	$(VENV)/bin/shellcheck .ci/run $(wildcard 0*/launch/*.sh 0*/launch/*.sbatch)
 
 break: $(VENV)/ready  ## try a row of a "Break it" table: STAGE=04 ROW=2; without ROW, list the rows
-	@PYTHONPATH=tests $(RUN) tests/pages/break_it.py $(STAGE) $(ROW)
+	@PYTHONPATH=tests:docs/tools $(RUN) tests/pages/break_it.py $(STAGE) $(ROW)
 
 puzzle: $(VENV)/ready  ## find the mistake in a script, and have it judged: N=3; HINT=1 shows prove's table
 	@$(RUN) beyond/puzzles/check_answer.py $(N) $(if $(HINT),--hint) $(if $(SHOW),--show)

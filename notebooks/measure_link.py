@@ -9,10 +9,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measure.timing import interleave_steps
-from local_ranks.chapters import load_program
 from local_ranks.ranks import run_ranks
-
-step_model: Any = load_program("beyond", "forecast/step_model")
+from step_model import Link
 
 
 def time_all_reduces(rank: int, sizes: list[int], rounds: int) -> dict[int, float]:
@@ -32,4 +30,4 @@ def fit(seconds: dict[int, float], world_size: int) -> Any:
     messages = 2 * (world_size - 1)
     rows = [(messages / s, messages / world_size * size / s) for size, s in seconds.items()]
     alpha, per_byte = np.linalg.lstsq(np.array(rows), np.ones(len(rows)), rcond=None)[0]
-    return step_model.Link(max(float(alpha), 0.0), 1 / max(float(per_byte), 1e-15))
+    return Link(max(float(alpha), 0.0), 1 / max(float(per_byte), 1e-15))

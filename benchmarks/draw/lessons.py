@@ -2,8 +2,8 @@
 
 import torch
 
+import levels
 from benchmarks.draw.svg import INK, WIDTH, Drawing
-from local_ranks.chapters import load_program
 
 
 def gradient(samples: torch.Tensor) -> float:
@@ -160,7 +160,6 @@ def draw_ranks() -> str:
 
 def draw_levels() -> str:
     """What each of four ranks holds at the levels of shard/: Figure 1 of the ZeRO paper."""
-    levels = load_program("beyond/shard", "levels")
     count, width, gap = 4, 132, 16
     names = {"none": "DDP", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "FSDP"}
     whole = levels.formula("none", count)

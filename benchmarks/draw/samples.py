@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
 
+import partition
 from benchmarks.draw.svg import Drawing
-from local_ranks.chapters import load_program
 
 
 def batches(stage: str, rank: int, epoch: int, count: int, local_batch: int) -> list[list[int]]:
@@ -14,7 +14,7 @@ def batches(stage: str, rank: int, epoch: int, count: int, local_batch: int) -> 
     data, generator = Subset(range(count), range(count)), torch.Generator()  # type: ignore[arg-type]
     sampler = None  # 03 deals the data set itself
     if stage == "03":
-        data = load_program("03", "partition").DataPartitioner(data, 2, epoch).use(rank)
+        data = partition.DataPartitioner(data, 2, epoch).use(rank)
     else:
         sampler = RandomSampler(data, generator=generator)
         generator.manual_seed(epoch)

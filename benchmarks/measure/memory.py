@@ -19,15 +19,14 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer
 
+import memory as stage_02_memory
+import peak
+import reducers
 from benchmarks.measure.timing import Effort
 from benchmarks.measure.training_step import TrainingStep, with_sync_batchnorm
 from benchmarks.result_files import Results
 from benchmarks.variants import VARIANTS
-from local_ranks.chapters import load_program
 from local_ranks.ranks import run_ranks
-
-stage_02_memory: Any = load_program("02", "memory")
-peak: Any = load_program("01", "peak")
 
 RANKS, GLOBAL_BATCH = 2, 64
 BytesOf = dict[str, int]  # of each kind
@@ -51,7 +50,7 @@ IN_PLACE = {**ACCUMULATE, "zeroed_in_place": True}
 STEP_OPTIONS: dict[str, dict[str, Any]] = {  # of each stage
     "01": {},
     "02": {},
-    "03": {"reducer": load_program("03", "reducers/reducers").PerParameter},
+    "03": {"reducer": reducers.PerParameter},
     "04": PLAIN,
     "05": SYNC_BATCHNORM,
     "05-bf16": {**SYNC_BATCHNORM, **BF16},

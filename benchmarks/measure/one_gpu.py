@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +18,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+import collectives
+import peak
 from benchmarks.measure.timing import Effort, interleave_steps, summarize, timed
 from benchmarks.result_files import MIB, Results
-from local_ranks.chapters import load_program
 from local_ranks.ranks import RankError, run_ranks
-
-peak: Any = load_program("01", "peak")
-collectives: Any = load_program("03", "collectives")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}

@@ -4,15 +4,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import check_answer
+import traces
 from benchmarks.measure.timing import Effort
 from benchmarks.result_files import Results
-from local_ranks.chapters import load_program
 from local_ranks.ranks import NEW_PROCESSES
 from prove import processes
 from prove.judge.table import WARNING, WRONG
-
-check_answer = load_program("beyond/puzzles", "check_answer")
-traces = load_program("beyond/puzzles", "traces")
 
 SEEDS = 10
 

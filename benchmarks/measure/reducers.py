@@ -13,12 +13,11 @@ from benchmarks.measure.training_step import (
     with_sync_batchnorm,
 )
 from benchmarks.result_files import Results
-from local_ranks.chapters import load_program
 from local_ranks.ranks import run_ranks
+from reducers import REDUCERS
 from shm.cores import pin
 
 RANKS = 2
-REDUCERS = load_program("03", "reducers/reducers").REDUCERS
 
 ROUNDS_AND_STEPS = {"net": (31, 15), "net-bn": (25, 5), "mlp": (25, 4), "resnet18": (15, 1)}
 WITH_BATCHNORM = ("net-bn", "resnet18")

@@ -11,16 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+import levels
+import text_model
 from benchmarks.measure.timing import Effort, interleave_steps, summarize
 from benchmarks.result_files import Results
-from local_ranks.chapters import load_program
 from local_ranks.ranks import run_ranks
-
-Ledger = load_program("01", "peak").Ledger
-size = load_program("02", "memory").size
-language = load_program("beyond/shard", "language")
-levels = load_program("beyond/shard", "levels")
-received_bytes = load_program("beyond/shard", "traffic").received_bytes
+from memory import size
+from peak import Ledger
+from traffic import received_bytes
 
 VARIANTS: dict[str, tuple[Callable, str]] = {
     "DDP": (levels.by_hand, "none"),
@@ -57,10 +55,10 @@ def held_by_kind(training: Any) -> dict[str, int]:
     return held
 
 
-def take_step(training: Any, length: int = language.LENGTH) -> None:
+def take_step(training: Any, length: int = text_model.LENGTH) -> None:
     """One step on random tokens: what they are makes no difference here."""
     torch.manual_seed(dist.get_rank())
-    tokens = torch.randint(language.BYTES, (BATCH, length))
+    tokens = torch.randint(text_model.BYTES, (BATCH, length))
     training.optimizer.zero_grad()
     logits = training.model(tokens).flatten(0, 1)
     F.cross_entropy(logits, tokens.roll(-1, dims=1).flatten()).backward()
@@ -70,7 +68,7 @@ def take_step(training: Any, length: int = language.LENGTH) -> None:
 
 def build(width: int = WIDTH, layers: int = LAYERS) -> nn.Module:
     torch.manual_seed(0)
-    return language.Transformer(width, layers)
+    return text_model.Transformer(width, layers)
 
 
 def count_held(

@@ -4,17 +4,14 @@ import os
 import sys
 from argparse import Namespace
 from statistics import quantiles
-from typing import Any
 
+import peak
 from benchmarks.measure.memory import count_in_stages
 from benchmarks.measure.stage_runs import StageRun, run_command, time_without_messages
 from benchmarks.result_files import Results, provenance
 from benchmarks.variants import VARIANTS, Layout, command_of
 from common.data import load_dataset
 from common.options import make_parser
-from local_ranks.chapters import load_program
-
-peak: Any = load_program("01", "peak")
 
 KEYS = ("01", "01-cores", "02", "03", "04", "04-shm", "05", "05-shm", "05-bf16")
 

@@ -14,9 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from common.models import Net
-from local_ranks.chapters import load_program
-
-by_stage_05 = load_program("05", "sync_batchnorm").convert_sync_batchnorm
+from sync_batchnorm import convert_sync_batchnorm as by_stage_05
 
 
 def build(name: str) -> tuple[nn.Module, Tensor]:

@@ -25,10 +25,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from local_ranks.chapters import load_program
+import local_ranks.chapters  # noqa: F401, it lets this import the programs of convert
+from apply_steps import apply
 from local_ranks.ranks import RankError, run_ranks
-
-apply_steps = load_program("beyond/convert", "apply_steps")
 
 HERE = Path(__file__).parent
 EQUAL = 1e-9  # of the length of the weights, in float64: the mistakes change a step by 1e-5 or more
@@ -65,7 +64,7 @@ class Puzzle(NamedTuple):
     @property
     def answer(self) -> str:
         """The script without its mistake: the diff, applied."""
-        return apply_steps.apply(self.diff, self.path.read_text())
+        return apply(self.diff, self.path.read_text())
 
 
 PUZZLES = [Puzzle(**entry) for entry in json.loads((HERE / "puzzles.json").read_text())]

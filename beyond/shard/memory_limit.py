@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch.optim import AdamW
 
 from common.options import Parser, UsageError, exit_on, int_at_least
-from language import BYTES, Transformer
 from levels import LEVELS, by_hand
 from local_ranks.ranks import RankError, run_ranks
+from text_model import BYTES, Transformer
 
 MIB = 2**20
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)

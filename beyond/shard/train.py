@@ -28,9 +28,9 @@ from common.options import (
     make_parser,
 )
 from common.record import Recorder
-from language import IGNORED, build_model, load_dataset
 from levels import LEVELS, Training, by_hand, by_library
 from shards import ShardingError
+from text_model import IGNORED, build_model, load_dataset
 
 
 def parse_args() -> Namespace:

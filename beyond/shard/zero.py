@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, optim
 from torch.nn import Parameter
 
-from local_ranks.chapters import load_program
+import local_ranks.chapters  # noqa: F401, it lets this import the reducers of stage 03
+from reducers import cut_into_buckets
 from shards import (
     ReduceScatter,
     ShardingError,
@@ -26,7 +27,6 @@ from shards import (
     require_gradients,
 )
 
-cut_into_buckets = load_program("03", "reducers/reducers").cut_into_buckets
 BUCKET_BYTES = 4 * 2**20  # ZeRO-2 keeps up to three buckets of unsharded gradients in backward
 
 

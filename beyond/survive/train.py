@@ -18,6 +18,7 @@ from torch.optim import SGD
 from torch.utils.data import DistributedSampler, Subset
 
 import durable
+import local_ranks.chapters  # noqa: F401, it lets this import the chapters of stage 05
 from agree import Agreement, AgreementError
 from common.checkpoint import checkpoint_state, read_checkpoint
 from common.data import ImageSet, load_dataset, loader_options, local_batch_size
@@ -25,10 +26,9 @@ from common.models import build_model
 from common.options import UsageError, exit_on, float_at_least, int_at_least, make_parser
 from common.record import Progress, Recorder, say
 from launch import LaunchError, RankLoader, join_process_group, read_launcher
-from local_ranks.chapters import load_program
+from schedule import add_schedule, learning_rates
+from sync_batchnorm import convert_sync_batchnorm
 from watchdog import Watchdog
-
-schedule, sync_batchnorm = (load_program("05", name) for name in ("schedule", "sync_batchnorm"))
 
 AMP_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -41,7 +41,7 @@ def parse_args() -> Namespace:
     add("--sync-bn", default=True, action=BooleanOptionalAction, help="BatchNorm over all ranks")
     add("--accumulate", default=1, type=count, help="micro-batches per optimizer step")
     add("--clip-norm", type=float_at_least(1e-30), help="upper limit for the norm of all gradients")
-    schedule.add_schedule(parser)  # --lr-rule, --base-batch-size, --warmup-epochs, --lr-decay
+    add_schedule(parser)  # --lr-rule, --base-batch-size, --warmup-epochs, --lr-decay
     add("--checkpoint-every-steps", type=count, help="besides the end of each epoch")
     limit = int_at_least(1, below=10**9)  # torch counts in nanoseconds, in 63 bits
     add("--timeout-seconds", default=600, type=limit, help="time to wait for a missing rank")
@@ -179,7 +179,7 @@ def prepare(
         if args.device == "cuda":
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         else:
-            model = sync_batchnorm.convert_sync_batchnorm(model)
+            model = convert_sync_batchnorm(model)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     progress, ranks, samples = Progress(), 0, len(train_set)
@@ -238,7 +238,7 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
         epoch = progress.epoch
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
         crops.epoch, remaining.skip = epoch, progress.epoch_step * run.local_batch
-        rates = schedule.learning_rates(args, epoch, len(loader))[progress.epoch_step :]
+        rates = learning_rates(args, epoch, len(loader))[progress.epoch_step :]
         recorder.start_epoch(len(loader))
         batches = until_checkpoint(loader, recorder, agreement)
         losses = train_epoch(ddp, batches, rates, run.optimizer, run.scaler, device, recorder)

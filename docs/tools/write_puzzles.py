@@ -8,13 +8,12 @@
 from pathlib import Path
 from typing import Any
 
+import local_ranks.chapters  # noqa: F401, it lets this import the puzzles' programs
 from benchmarks.result_files import load
-from local_ranks.chapters import load_program
+from check_answer import COST, cost
 from prove.judge.table import WRONG
 from repository_pages import ROOT
-
-check_answer = load_program("beyond/puzzles", "check_answer")
-traces = load_program("beyond/puzzles", "traces")
+from traces import PUZZLES
 
 PAGE = ROOT / "beyond" / "puzzles" / "README.md"
 MARK = "<!-- docs/tools/write_puzzles.py writes what follows -->\n"
@@ -37,7 +36,7 @@ def answer(puzzle: Any, runs: dict) -> str:
 
 {puzzle.mistake} {found_by(puzzle, runs)}
 
-What it cost: {check_answer.cost(puzzle)}. Reported in [{repository}#{number}]({puzzle.report}).
+What it cost: {cost(puzzle)}. Reported in [{repository}#{number}]({puzzle.report}).
 
 <!-- an answer -->
 ```{"diff"}
@@ -49,15 +48,15 @@ What it cost: {check_answer.cost(puzzle)}. Reported in [{repository}#{number}]({
 
 
 def page_part() -> str:
-    results = load(check_answer.COST.stem)
+    results = load(COST.stem)
     rows = "".join(
         f"| {p.number} | [{p.style}]({p.script}) | {p.purpose} "
         f"| [{title(TO_ROOT / p.belongs_to)}]({TO_ROOT / p.belongs_to}) |\n"
-        for p in traces.PUZZLES
+        for p in PUZZLES
     )
     seeds = len(results["puzzles"]["1"]["with"])
-    origin, costs = results["provenance"], TO_ROOT / check_answer.COST.relative_to(ROOT)
-    answers = "".join(answer(p, results["puzzles"][str(p.number)]) for p in traces.PUZZLES)
+    origin, costs = results["provenance"], TO_ROOT / COST.relative_to(ROOT)
+    answers = "".join(answer(p, results["puzzles"][str(p.number)]) for p in PUZZLES)
     return f"""{MARK}
 | N | script | what it does | what you need to know |
 |---|---|---|---|

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 
+import peak
 from benchmarks import bench, result_files
 from benchmarks.draw import tables, training_tables
 from benchmarks.measure import stage_runs, stages
@@ -15,11 +16,10 @@ from benchmarks.measure.timing import AA, Effort
 from benchmarks.variants import VARIANTS, Layout
 from helpers.machine import scratch_folder
 from helpers.refusals import assert_one_line, refusal
-from local_ranks.chapters import ROOT, load_program
+from local_ranks.chapters import ROOT
 from local_ranks.scripts import run_script
 from repository_pages import ALL_PAGES
 
-peak = load_program("01", "peak")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 

@@ -17,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils.data import DataLoader, IterableDataset
 
+import from_scratch
 from benchmarks.draw import step_pictures
 from benchmarks.measure import timeline_recorder
 from benchmarks.measure.recordings import read_recordings, recorder_variables, shown_steps
 from benchmarks.measure.timeline_recorder import MESSAGES, Kind, Recording, Span, Step
 from helpers.on_ranks import run_on_ranks
 from helpers.refusals import assert_one_line, refusal
-from local_ranks.chapters import load_program
 from local_ranks.scripts import run_script
 
 PROGRAM = "benchmarks/timeline.py"
@@ -88,7 +88,7 @@ def _train(rank: int, folder: Path, how: str) -> None:
     if how == "ddp":
         wrapped = DistributedDataParallel(model)
     elif how == "threads":
-        wrapped = load_program("02", "from_scratch").DataParallel(model, [torch.device("cpu")] * 2)
+        wrapped = from_scratch.DataParallel(model, [torch.device("cpu")] * 2)
     optimizer = SGD(model.parameters(), 0.1)
     for _ in range(7):
         loss = wrapped(torch.randn(4, 8)).square().mean()

@@ -38,10 +38,11 @@ from torch.utils.data import DataLoader
 
 from benchmarks.result_files import RESULTS, provenance, save
 from common.options import Parser, int_at_least
+from durable import CheckpointError, newest_whole, previous_path
 from helpers.machine import free_port
 from helpers.small_disk import CANNOT_MOUNT, can_mount, fill, small_disk
 from helpers.train_stage import Run, same_run, same_weights, train_once
-from local_ranks.chapters import ROOT, load_program
+from local_ranks.chapters import ROOT
 from local_ranks.ranks import NEW_PROCESSES
 from local_ranks.scripts import (
     become_script,
@@ -50,8 +51,7 @@ from local_ranks.scripts import (
     variables_of_rank,
 )
 
-durable = load_program("beyond/survive", "durable")
-SCRIPT = Path(durable.__file__).with_name("train.py")
+SCRIPT = ROOT / "beyond/survive/train.py"
 # Trials run side by side in threads. Each reads the status of its own processes, and of no others.
 multiprocessing.process._cleanup = lambda: None  # type: ignore[attr-defined]
 
@@ -239,7 +239,9 @@ def _inject(fault: Fault, rank: int, folder: Path) -> None:
                 threading.Thread(target=_strike_any_time, args=(fault, folder)).start()
         return real_iter(self)
 
-    load_program("beyond/survive", "watchdog").BEAT_SECONDS = fault.beat_seconds
+    import watchdog
+
+    watchdog.BEAT_SECONDS = fault.beat_seconds
     torch.optim.SGD.step = step  # type: ignore[method-assign]
     if fault.kind == "kill-in-save":
         os.fsync = fsync
@@ -348,10 +350,10 @@ def trial_in(folder: Path, fault: Fault) -> FaultOutcome:
         data[place] ^= 1 << fault.step % 8
         latest.write_bytes(data if fault.kind == "bit-flip" else data[:place])
     try:
-        newest = durable.newest_whole(latest)
-    except durable.CheckpointError:  # the only one is damaged: delete it, as the line says
+        newest = newest_whole(latest)
+    except CheckpointError:  # the only one is damaged: delete it, as the line says
         newest = latest.unlink()
-        if fault.kind not in DAMAGE_KINDS or durable.previous_path(latest).exists():
+        if fault.kind not in DAMAGE_KINDS or previous_path(latest).exists():
             outcome.wrong = "no checkpoint is whole"
     step = torch.load(newest, weights_only=True)["step"] if newest else 0
     done = max((v for n, v in notes.items() if n.startswith("step")), default=0)

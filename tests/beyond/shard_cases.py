@@ -17,10 +17,9 @@ from torch import nn
 from torch.optim import SGD, AdamW, NAdam
 from torch.utils.checkpoint import checkpoint
 
+import text_model
 from helpers.stage_files import LESSON_FOLDERS, fresh_module
-from local_ranks.chapters import load_program
 
-language = load_program("beyond/shard", "language")
 FILES = ("shards.py", "zero.py", "fsdp.py", "full_state.py", "library_state.py", "levels.py")
 BY_HAND = ZERO_1, ZERO_2, FSDP = "optimizer", "gradients", "parameters"
 OPTIMIZERS = {
@@ -93,7 +92,7 @@ class Recomputing(nn.Module):
 MODELS = {
     "odd": Odd,
     "complex": Complex,
-    "transformer": lambda: language.Transformer(8, layers=2),
+    "transformer": lambda: text_model.Transformer(8, layers=2),
     "checkpoint": lambda: nn.Sequential(nn.Linear(7, 5), Recomputing(False), nn.Linear(5, 3)),
     "reentrant checkpoint": lambda: nn.Sequential(
         nn.Linear(7, 5), Recomputing(True), nn.Linear(5, 3)
@@ -114,7 +113,7 @@ def batches(name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     steps = []
     for _ in range(STEPS):
         tokens, lengths = torch.randint(256, (BATCH, 7)), torch.randint(1, 7, (BATCH, 1))
-        labels = tokens.roll(-1, dims=1).masked_fill(torch.arange(7) >= lengths, language.IGNORED)
+        labels = tokens.roll(-1, dims=1).masked_fill(torch.arange(7) >= lengths, text_model.IGNORED)
         steps.append((tokens, labels))
     return steps
 

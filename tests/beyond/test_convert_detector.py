@@ -9,10 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
+import sync_batchnorm
 from convert_cases import DETECTOR, SMALL, converted, launch, load, proof
 from helpers.machine import scratch_folder
 from helpers.on_ranks import run_on_ranks
-from local_ranks.chapters import load_program
 from repository_pages import ROOT
 
 ONE_BLOCK = "models.ResNet(models.resnet.BasicBlock, [1] * 4)"  # half of resnet18, so quicker
@@ -60,9 +60,7 @@ def _run(rank: int, name: str | Path, flags: tuple, *changes: tuple[str, str]) -
     module, result = load(name, SHALLOW, *changes, folder=DETECTOR), {}
     if FLOAT64 in changes:
         torch.set_default_dtype(torch.float64)
-        module.nn.SyncBatchNorm.convert_sync_batchnorm = load_program(
-            "05", "sync_batchnorm"
-        ).convert_sync_batchnorm
+        module.nn.SyncBatchNorm.convert_sync_batchnorm = sync_batchnorm.convert_sync_batchnorm
     module.log = lambda _, values: result.update({x: values[x] for x in values if "mAP" in x})
     module.save = lambda *_, **parts: result.update(parts["model"].state_dict())
     sys.argv = [str(name), *SMALL, f"--run-dir={scratch_folder()}", *flags]

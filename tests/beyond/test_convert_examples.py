@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import sync_batchnorm
 from convert_cases import EXAMPLES, load
 from helpers.machine import scratch_folder
 from helpers.on_ranks import run_on_ranks
 from helpers.stage_files import replace_once
-from local_ranks.chapters import load_program
 from local_ranks.scripts import launch_script
 from repository_pages import ROOT
 
@@ -53,9 +53,7 @@ def _example(rank: int, name: str, *changes: tuple[str, str]) -> dict:
     """The weights after the script has run, and what it has printed."""
     os.chdir(scratch_folder())
     source = replace_once((EXAMPLES / f"{name}.py").read_text(), *changes)
-    torch.nn.SyncBatchNorm.convert_sync_batchnorm = load_program(
-        "05", "sync_batchnorm"
-    ).convert_sync_batchnorm
+    torch.nn.SyncBatchNorm.convert_sync_batchnorm = sync_batchnorm.convert_sync_batchnorm
     torch.set_default_dtype(torch.float64)
     Path("script.py").write_text(source)
     with redirect_stdout(StringIO()) as printed:

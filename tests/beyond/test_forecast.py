@@ -11,13 +11,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
+import gradient_order
+import step_model
 from helpers.on_ranks import on_ranks
 from helpers.refusals import assert_one_line, refusal
 from helpers.stage_files import LESSON_FOLDERS, fresh_module, output_of
-from local_ranks.chapters import load_program
 
-step_model = load_program("beyond/forecast", "step_model")
-gradient_order = load_program("beyond/forecast", "gradient_order")
 SLOW = step_model.Link(1e-3, 1e8)
 
 FORECAST = "forecast --parameters=7e7 --step-ms=23 --batch-size=32 --gbit=50 --latency-us=800"
@@ -42,7 +41,7 @@ PRINTED = {  # by a chapter with these flags: rows, with one space between their
 def test_a_chapter_prints_these_numbers(call):
     """Of step_model.py, forecast.py and gradient_order.py."""
     name, *flags = call.split()
-    output = output_of("beyond/forecast", name, *flags)
+    output = output_of(name, *flags)
     lines = [" ".join(line.split()) for line in output.splitlines()]
     assert [row for row in PRINTED[call].split(" | ") if row not in lines] == []
 

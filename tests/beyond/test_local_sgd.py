@@ -11,14 +11,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
+import local_sgd as local
 from helpers.on_ranks import gather_from_ranks, on_ranks, run_on_ranks
 from helpers.refusals import assert_one_line, refusal
 from helpers.stage_files import LESSON_FOLDERS, fresh_module
-from local_ranks.chapters import load_program
+from traffic import received_bytes
 
 LOCAL_SGD = "local_sgd.py"
-local = load_program("beyond/local_sgd", "local_sgd")
-received_bytes = load_program("beyond/shard", "traffic").received_bytes
 MEAN = {"lr": 1.0, "momentum": 0.0}
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux counts the bytes of a socket")
 

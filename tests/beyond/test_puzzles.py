@@ -9,15 +9,15 @@ from statistics import mean, stdev
 
 import pytest
 
+import check_answer
+import traces
 import write_puzzles
 from helpers.machine import scratch_folder
 from helpers.stage_files import replace_once
-from local_ranks.chapters import ROOT, load_program
+from local_ranks.chapters import ROOT
 from local_ranks.ranks import NEW_PROCESSES, patience
 from local_ranks.scripts import SECONDS, run_script, use_default_start_method
 
-traces = load_program("beyond/puzzles", "traces")
-check_answer = load_program("beyond/puzzles", "check_answer")
 PUZZLES = {puzzle.number: puzzle for puzzle in traces.PUZZLES}
 each_puzzle = pytest.mark.parametrize("number", PUZZLES)
 

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, AdamW
 
+import zero
 from benchmarks.measure.sharding import held_by_kind
+from full_state import FullOptimizerState
 from helpers.on_ranks import on_ranks, run_on_ranks
-from local_ranks.chapters import load_program
 from shard_cases import (
     BY_HAND,
     OPTIMIZERS,
@@ -32,9 +33,6 @@ from shard_cases import (
     states_of,
     train_steps,
 )
-
-zero = load_program("beyond/shard", "zero")
-FullOptimizerState = load_program("beyond/shard", "full_state").FullOptimizerState
 
 
 def resumed(

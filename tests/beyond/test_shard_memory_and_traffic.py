@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import fit
+import levels
+import peak
 from benchmarks.measure import sharding
 from helpers.on_ranks import run_on_ranks
-from local_ranks.chapters import load_program
 from local_ranks.scripts import run_script
 from shard_cases import (
     BY_HAND,
@@ -26,8 +28,6 @@ from shard_cases import (
     changed_levels,
     join,
 )
-
-levels = load_program("beyond/shard", "levels")
 
 
 def small() -> nn.Module:
@@ -57,9 +57,6 @@ def test_shard_each_rank_holds_what_the_paper_says_and_nothing_besides(ranks):
     for held_by_level in run_on_ranks(ranks, all_held, [(level, ()) for level in levels.LEVELS]):
         for level, held in zip(levels.LEVELS, held_by_level, strict=True):
             assert unlike_the_paper(held, level, ranks) == set()
-
-
-peak, fit = load_program("01", "peak"), load_program("01", "fit")
 
 
 class Linears(peak.Plan):

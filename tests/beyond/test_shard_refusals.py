@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon
 
+import fsdp
+import zero
 from helpers.on_ranks import gather_from_ranks, on_ranks
 from helpers.refusals import assert_one_line, refusal
 from helpers.stage_files import LESSON_FOLDERS, fresh_module
-from local_ranks.chapters import load_program
 from shard_cases import FSDP, ZERO_1, ZERO_2, Odd, changed_levels
 
 
 def test_shard_a_module_that_cannot_fill_its_weights_is_refused_on_the_meta_device():
-    fsdp = load_program("beyond/shard", "fsdp")
     with torch.device("meta"):
         attention = nn.Sequential(nn.MultiheadAttention(4, 2))  # it has only _reset_parameters
         linear = nn.Sequential(nn.Linear(4, 4))
@@ -146,17 +146,17 @@ def test_shard_a_parameter_that_one_rank_alone_uses_is_refused_at_once_on_every_
 
 @on_ranks(2)
 def test_shard_optimizers_of_whole_parameters_refuse_the_parts_of_fsdp(rank):
-    fsdp = load_program("beyond/shard", "fsdp").FSDP(nn.Sequential(nn.Linear(3, 2)))
-    fsdp(torch.ones(1, 3)).sum().backward()
-    fsdp.finish()
+    sharded = fsdp.FSDP(nn.Sequential(nn.Linear(3, 2)))
+    sharded(torch.ones(1, 3)).sum().backward()
+    sharded.finish()
     for optimizer_class in (LBFGS, Adafactor):
         with pytest.raises(ValueError, match=f"^{optimizer_class.__name__} looks at whole"):
-            optimizer_class(fsdp.parameters()).step(lambda: 0.0)
+            optimizer_class(sharded.parameters()).step(lambda: 0.0)
     with pytest.raises(ValueError, match="2D parameters"):  # torch refuses the parts itself
-        Muon(fsdp.parameters())
-    before = [part.clone() for part in fsdp.parameters()]
-    AdamW(fsdp.parameters(), lr=0.1).step()  # the control
-    for old, new in zip(before, fsdp.parameters(), strict=True):
+        Muon(sharded.parameters())
+    before = [part.clone() for part in sharded.parameters()]
+    AdamW(sharded.parameters(), lr=0.1).step()  # the control
+    for old, new in zip(before, sharded.parameters(), strict=True):
         assert not (old == new).any()
     plain = nn.Linear(3, 2)
     plain(torch.ones(1, 3)).sum().backward()
@@ -200,22 +200,21 @@ def with_spectral_norm(normalize):
 @pytest.mark.filterwarnings("ignore:.*spectral_norm.*:FutureWarning")
 @on_ranks(2)
 def test_shard_a_weight_used_outside_its_layer_is_refused_in_one_line(rank):
-    FSDP = load_program("beyond/shard", "fsdp").FSDP  # noqa: N806
     old, tied = with_spectral_norm(nn.utils.spectral_norm), TiedByHand()
     for model, words in ((old, "SpectralNorm of 1 reads"), (tied, "failed outside of the layers")):
         with pytest.raises(ValueError, match=words) as caught:
-            FSDP(model)(torch.arange(5))
+            fsdp.FSDP(model)(torch.arange(5))
         assert "\n" not in str(caught.value)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # a fault of the model
-        FSDP(WrongInside())(torch.arange(5))
+        fsdp.FSDP(WrongInside())(torch.arange(5))
     new = with_spectral_norm(nn.utils.parametrizations.spectral_norm).eval()  # the control
     expected = new(torch.arange(5))
-    assert torch.allclose(FSDP(new)(torch.arange(5)), expected)
+    assert torch.allclose(fsdp.FSDP(new)(torch.arange(5)), expected)
 
 
 @on_ranks(2)
 def test_shard_zero_2_refuses_a_grad_scaler(rank):
-    model, zero = nn.Linear(3, 2), load_program("beyond/shard", "zero")
+    model = nn.Linear(3, 2)
     optimizer = zero.ShardedGradients(model.parameters(), SGD, lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.ones(1, 3)).sum()).backward()
@@ -241,7 +240,7 @@ def test_shard_what_a_rank_cannot_fill_or_does_not_hold_is_refused(rank):
 
 @on_ranks(2)
 def test_shard_zero_2_takes_one_backward_before_finish_and_no_step_before_it(rank):
-    model, zero = nn.Linear(3, 2), load_program("beyond/shard", "zero")
+    model = nn.Linear(3, 2)
     optimizer = zero.ShardedGradients(model.parameters(), SGD, lr=0.1)
     model(torch.ones(1, 3)).sum().backward()
     with pytest.raises(ValueError, match=r"step\(\) before finish\(\): call finish"):
@@ -275,9 +274,8 @@ class TakesKeyword(nn.Module):
 
 @on_ranks(2)
 def test_shard_fsdp_takes_keywords_and_refuses_a_model_without_layers(rank):
-    FSDP = load_program("beyond/shard", "fsdp").FSDP  # noqa: N806
-    FSDP(TakesKeyword())(torch.ones(1, 3))
+    fsdp.FSDP(TakesKeyword())(torch.ones(1, 3))
     with pytest.raises(ValueError, match="Linear has no child with trained parameters: nothing to"):
-        FSDP(nn.Linear(3, 2))
+        fsdp.FSDP(nn.Linear(3, 2))
     with pytest.raises(ValueError, match=r"forward called no layer \(layer\)"):
-        FSDP(TakesKeyword(is_called=False))(torch.ones(1, 3))
+        fsdp.FSDP(TakesKeyword(is_called=False))(torch.ones(1, 3))

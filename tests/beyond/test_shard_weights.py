@@ -10,8 +10,10 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
+import fsdp
+import text_model
+import zero
 from helpers.on_ranks import gather_from_ranks, on_ranks, run_on_ranks
-from local_ranks.chapters import load_program
 from shard_cases import (
     BY_HAND,
     FSDP,
@@ -23,10 +25,10 @@ from shard_cases import (
     build,
     changed_levels,
     collect,
-    language,
     largest_difference,
     train_steps,
 )
+from shards import clip_grad_norm
 
 CHOICES = (  # each pair of values occurs
     ("odd", "sgd", 1, None),
@@ -60,11 +62,11 @@ def test_shard_weights_equal_one_process_over_shm_too():
 def test_shard_a_model_made_layer_by_layer_has_the_weights_of_one_made_at_once(rank):
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = language.Transformer(8, layers=2)
+        model = text_model.Transformer(8, layers=2)
     state, _ = collect(changed_levels().by_hand(FSDP, model, SGD, lr=0.1))
     for seed, is_same in ((0, True), (1, False)):  # the control: another seed
         torch.manual_seed(seed)
-        made_at_once = language.Transformer(8, layers=2).state_dict()
+        made_at_once = text_model.Transformer(8, layers=2).state_dict()
         assert rank > 0 or (largest_difference(state, made_at_once) == 0) == is_same
 
 
@@ -172,7 +174,6 @@ def test_shard_adamw_hides_a_missing_division():
 
 @on_ranks(2)
 def test_shard_a_closure_is_called_before_the_step(rank):
-    zero = load_program("beyond/shard", "zero")
     for make in (zero.ShardedOptimizer, zero.ShardedGradients):
         weight = nn.Parameter(torch.ones(3))
         optimizer = make([weight], SGD, lr=0.1)
@@ -313,20 +314,20 @@ def test_shard_fsdp_divides_module_dicts_and_nested_lists_and_leaves_bare_parame
             dist.broadcast(parameter.data, src=0)
         inputs = torch.ones(1, 3)
         expected = model(inputs)
-        fsdp = load_program("beyond/shard", "fsdp").FSDP(model)
-        assert [layer.name for layer in fsdp.layers] == layers
-        assert torch.allclose(fsdp(inputs), expected)
+        sharded = fsdp.FSDP(model)
+        assert [layer.name for layer in sharded.layers] == layers
+        assert torch.allclose(sharded(inputs), expected)
 
 
 @on_ranks(2)
 def test_shard_clips_as_torch_does(rank):
     """A gradient of nan, no gradient, and copies alone."""
-    clip = load_program("beyond/shard", "shards").clip_grad_norm
     gradients = [torch.tensor([float("nan")]), torch.ones(2)]
-    clip(gradients[:1], gradients[1:], 1.0)
+    clip_grad_norm(gradients[:1], gradients[1:], 1.0)
     assert all(gradient.isnan().all() for gradient in gradients)
-    assert clip([], [], 1.0) == nn.utils.clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0) == 0
+    torchs, without_gradient = nn.utils.clip_grad_norm_, [nn.Parameter(torch.ones(2))]
+    assert clip_grad_norm([], [], 1.0) == torchs(without_gradient, 1.0) == 0
     weight = nn.Parameter(torch.ones(2))
     weight.grad, copy = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])
-    assert clip([], [copy], 1.0) == nn.utils.clip_grad_norm_([weight], 1.0) == 5
+    assert clip_grad_norm([], [copy], 1.0) == torchs([weight], 1.0) == 5
     assert torch.equal(copy, weight.grad)

@@ -8,12 +8,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import agree
 from helpers.machine import stopped_clock
 from helpers.on_ranks import gather_from_ranks, on_ranks
 from helpers.stage_files import LESSON_FOLDERS, fresh_module
-from local_ranks.chapters import load_program
-
-agree = load_program("beyond/survive", "agree")
 
 
 def votes(rank: int, step_seconds: list[float], sigterm: int, without: tuple = ()) -> tuple:

@@ -14,10 +14,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import durable
 from helpers.stage_files import LESSON_FOLDERS, fresh_module
-from local_ranks.chapters import load_program
 
-durable = load_program("beyond/survive", "durable")
 MEGABYTE = 2**20
 
 

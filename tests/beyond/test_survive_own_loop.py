@@ -9,12 +9,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import launch
 from helpers.stage_files import LESSON_FOLDERS
-from local_ranks.chapters import load_program
 from local_ranks.scripts import launch_script, run_script
 from repository_pages import fences
 
-launch = load_program("beyond/survive", "launch")
 OWN_LOOP = LESSON_FOLDERS["survive"] / "own_loop.py"
 NAMES = ("launch", "agree", "watchdog", "durable")
 MODULES = [LESSON_FOLDERS["survive"] / f"{name}.py" for name in NAMES]

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.optim import SGD
 
+from accumulate import count_buckets
 from helpers import oracle
 from helpers.machine import scratch_folder
 from helpers.on_ranks import run_on_ranks
 from helpers.replayed_runs import distances, replayed_flags
 from helpers.train_stage import FP32, ON_CPU, Run, load_stage, run_main, train, train_once
-from local_ranks.chapters import load_program
 
 CLIP = 0.5  # below the norm of nearly every step of these runs
 
@@ -70,10 +70,10 @@ def test_a_step_that_overflows_is_skipped_on_all_ranks_and_counts_in_the_schedul
 
 def _bytes_reduced(rank, flags, without) -> list[int]:
     stage, sizes = load_stage("survive", without), []
-    wrap, count = stage.DistributedDataParallel, load_program("05", "accumulate").count_buckets
+    wrap = stage.DistributedDataParallel
 
     def wrap_counted(*args, **settings):
-        sizes.append(count(ddp := wrap(*args, **settings)))
+        sizes.append(count_buckets(ddp := wrap(*args, **settings)))
         return ddp
 
     stage.DistributedDataParallel = wrap_counted

@@ -15,13 +15,11 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+import watchdog
 from helpers.machine import GLOO_TIMED_OUT, stopped_clock
 from helpers.on_ranks import run_on_ranks
 from helpers.stage_files import LESSON_FOLDERS, fresh_module
-from local_ranks.chapters import load_program
 from local_ranks.ranks import NEW_PROCESSES
-
-watchdog = load_program("beyond/survive", "watchdog")
 
 
 def new_watchdog(rank: int = 0, world_size: int = 2):

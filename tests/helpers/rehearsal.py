@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+import apply_steps
 from helpers.machine import scratch_folder
 from helpers.on_ranks import run_on_ranks
 from helpers.stage_files import replace_once
 from helpers.train_stage import spawned_as
-from local_ranks.chapters import ROOT, load_program
+from local_ranks.chapters import ROOT
 
 TWO_STEPS = ("--epochs=2", "--max-steps=2", f"--data-dir={ROOT / 'data'}")  # none in the second
 SINGLE, MINIMAL_SINGLE = "01_single_gpu/train.py", "01_single_gpu/minimal.py"
@@ -145,10 +146,7 @@ def _rehearse(
     rank: int, script: str, flags: tuple, gpus: int, envs: tuple, changes: tuple
 ) -> RankLog:
     path, log = ROOT / script, RankLog()
-    if script == CONVERTED:
-        source = load_program("beyond/convert", "apply_steps").scripts()[-1]
-    else:
-        source = path.read_text()
+    source = apply_steps.scripts()[-1] if script == CONVERTED else path.read_text()
     source = replace_once(source, *changes)
     os.environ.update(envs[rank])
     os.chdir(scratch_folder())

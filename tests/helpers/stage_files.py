@@ -10,13 +10,14 @@ import types
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from functools import cache
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from shutil import ignore_patterns
 from unittest.mock import patch
 
 from helpers.machine import in_time
-from local_ranks.chapters import ROOT, load_program
+from local_ranks.chapters import ROOT
 
 LESSON_FOLDERS = {path.name[:2]: path for path in sorted(ROOT.glob("0?_*"))}
 LESSON_FOLDERS |= {
@@ -84,9 +85,9 @@ def fresh_module(path: Path, changes: Sequence[Change] = (), register=False) -> 
     return module
 
 
-def output_of(folder: str, name: str, *flags: str) -> str:
+def output_of(chapter: str, *flags: str) -> str:
     """What a chapter prints, run in this process."""
-    argv = patch.object(sys, "argv", [name, *flags])
+    argv = patch.object(sys, "argv", [chapter, *flags])
     with in_time(), argv, redirect_stdout(StringIO()) as output:
-        load_program(folder, name).main()
+        import_module(chapter).main()
     return output.getvalue()

@@ -13,10 +13,9 @@ from pathlib import Path
 from shutil import copytree
 from tempfile import TemporaryDirectory
 
+import repository_pages
 from helpers.stage_files import LESSON_FOLDERS, NOT_COPIED, Change, changed_source
-from local_ranks.chapters import ROOT, load_program
-
-repository_pages = load_program("docs/tools", "repository_pages")
+from local_ranks.chapters import ROOT
 
 ROW = re.compile(r"^\| `(.+?)` \| `([\w.]+)` \| `(test_\w+)` \|$", re.M)  # line, file, test
 

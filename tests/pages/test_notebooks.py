@@ -11,10 +11,8 @@ import torch
 from ipykernel.kernelapp import IPKernelApp
 from nbclient import NotebookClient
 
-from local_ranks.chapters import load_program
+import execute
 from local_ranks.ranks import NEW_PROCESSES
-
-execute = load_program("notebooks", "execute")
 
 
 def pictures_of(cell):

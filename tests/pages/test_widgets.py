@@ -9,15 +9,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import gradient_order
+import levels
+import memory as replicas
+import peak
+import ring
+import step_model
 from benchmarks import result_files
 from benchmarks.measure import sharding
 from helpers.on_ranks import run_on_ranks
-from local_ranks.chapters import ROOT, load_program
+from local_ranks.chapters import ROOT
 
-step_model = load_program("beyond/forecast", "step_model")
-gradient_order = load_program("beyond/forecast", "gradient_order")
-replicas, levels = load_program("02", "memory"), load_program("beyond/shard", "levels")
-peak, ring = load_program("01", "peak"), load_program("03", "reducers/ring")
 # What breaks a widget for the control changes nothing here.
 gradients_of, parts_of = cache(gradient_order.gradients_of_classifier), cache(peak.parts_of)
 SOURCE = "".join(path.read_text() for path in sorted(ROOT.glob("docs/site/widgets/*.js"))[::-1])

@@ -4,13 +4,14 @@ program is never mistaken for another one."""
 import ast
 import json
 import sys
+from collections import Counter
 from collections.abc import Collection
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-from local_ranks.chapters import ROOT, load_program
+from local_ranks.chapters import PROGRAMS, ROOT
 
 PACKAGES = ("packages/prove/src/prove", "packages/shm/src/shm")
 FOLDERS = (*PACKAGES, "common", "local_ranks", "benchmarks")
@@ -73,11 +74,11 @@ def room_of(path: Path) -> str:
     return "course" if first.startswith("0") else ROOM_OF_FOLDER.get(first, first)
 
 
-def top_module(path: Path) -> str:
-    """By which name its import begins: its own, or that of its package."""
+def what_is_imported(path: Path) -> Path:
+    """The program itself, or its package: by this name, an import begins."""
     while (path.parent / "__init__.py").exists():
         path = path.parent
-    return path.stem
+    return path
 
 
 def source_of(path: Path) -> str:
@@ -89,7 +90,7 @@ def source_of(path: Path) -> str:
 
 
 def rooms_imported(path: Path, source: str, rooms_of: dict[str, set[str]]) -> set[str]:
-    """From which other rooms this program imports, or loads chapters."""
+    """From which other rooms this program imports."""
     rooms: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []
@@ -97,8 +98,6 @@ def rooms_imported(path: Path, source: str, rooms_of: dict[str, set[str]]) -> se
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [str(node.module)]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "load_program":
-            rooms |= {room_of(ROOT / ast.literal_eval(node.args[0]))}
         for name in (name.partition(".")[0] for name in names):
             if not (path.parent / f"{name}.py").exists():  # that one is taken first
                 rooms |= rooms_of.get(name, set())
@@ -110,7 +109,7 @@ def test_a_room_imports_only_from_the_rooms_that_contributing_names():
     paths = [path for each in folders for path in ROOT.glob(f"{each}/**/*.py")]
     rooms_of: dict[str, set[str]] = {}
     for path in paths:
-        rooms_of.setdefault(top_module(path), set()).add(room_of(path))
+        rooms_of.setdefault(what_is_imported(path).stem, set()).add(room_of(path))
     found: dict[str, set[str]] = {room: set() for room in ROOMS}
     for path in (*paths, *ROOT.glob("notebooks/*.ipynb")):
         if (room := room_of(path)) in ROOMS:
@@ -152,11 +151,19 @@ def test_what_watches_a_script_and_what_judges_it_share_the_records_alone():
     ], "the control"
 
 
-def test_the_second_of_two_programs_with_one_name_is_not_taken_for_the_first(monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])  # no other test finds what is loaded here
-    first = load_program("beyond/shard", "language")
-    with pytest.raises(
-        ImportError, match=r"examples/language\.py, but language is .+/shard/language"
-    ):
-        load_program("beyond/convert/examples", "language")
-    assert load_program("beyond/shard", "language") is first, "the control"
+NEVER_IMPORTED = ("train", "minimal")  # each of several folders has its own
+ON_THE_PATH = ("notebooks", "docs/tools", "tests/*")  # besides packages and chapters
+
+
+def names_of_several(paths: Collection[Path]) -> list[str]:
+    """By which names an import would find two of these, or one and a module of Python's."""
+    names = Counter(path.stem for path in {what_is_imported(path) for path in paths})
+    return sorted(n for n in names if names[n] > 1 or n in sys.stdlib_module_names)
+
+
+def test_no_program_is_imported_in_place_of_another_one():
+    files = [path for each in (*FOLDERS, *ON_THE_PATH) for path in ROOT.glob(f"{each}/*.py")]
+    paths = [*files, *(path for path in PROGRAMS if path.stem not in NEVER_IMPORTED)]
+    assert names_of_several(paths) == []
+    changed = [*paths, *(ROOT / "beyond" / name for name in ("calendar.py", "ring.py", "shm.py"))]
+    assert names_of_several(changed) == ["calendar", "ring", "shm"], "the control"

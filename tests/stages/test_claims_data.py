@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from common.data import local_batch_size
 from common.options import UsageError
-from local_ranks.chapters import load_program
+from partition import DataPartitioner
 
 
 def test_c06_32_on_each_of_2_times_8_ranks_is_a_global_batch_of_512():
@@ -55,13 +55,12 @@ def test_c15_a_sampler_excludes_shuffle_and_a_batch_sampler_drop_last_too():
 
 def test_c26_partitions_are_disjoint_and_drop_less_than_a_sample_for_each_rank():
     """Fractions must be rounded with care: int(1 / 49 * 49) is 0, so ours takes whole numbers."""
-    cut = load_program("03", "partition").DataPartitioner
     for length, n in ((60000, 2), (60000, 7), (1500, 4), (10, 3), (49, 49)):
-        parts = [list(cut(range(length), n, 5).use(rank)) for rank in range(n)]
+        parts = [list(DataPartitioner(range(length), n, 5).use(rank)) for rank in range(n)]
         assert {len(part) for part in parts} == {length // n}
         assert len(set(chain(*parts))) == length // n * n
         assert int(1.0 / n * length) == (0 if n == 49 else length // n)
-    one, other = (cut(range(100), 2, seed).use(seed) for seed in (0, 1))
+    one, other = (DataPartitioner(range(100), 2, seed).use(seed) for seed in (0, 1))
     assert set(one) & set(other), "the control: of another seed, they overlap"
 
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from collectives import play
 from helpers.on_ranks import run_on_ranks
-from local_ranks.chapters import load_program
 from local_ranks.ranks import run_ranks
 from local_ranks.scripts import run_script
+from rank_variables import cyclic, verdict
 
 
 def test_c03_rank_modulo_gpus_is_the_local_rank_only_on_equal_nodes():
-    verdict = load_program("04", "launch/rank_variables").verdict
     for first, gpus, right in ((8, 8, True), (4, 2, True), (3, 2, False), (4, 8, False)):
         assert verdict([*range(first, first + gpus)]) == (
             "the local rank" if right else "another GPU than LOCAL_RANK names"
@@ -26,10 +26,9 @@ def test_c03_rank_modulo_gpus_is_the_local_rank_only_on_equal_nodes():
 
 def test_c39_tasks_dealt_in_turn_share_gpus_by_rank_modulo_gpus():
     """srun -m cyclic on two nodes with two GPUs: node 0 has ranks 0 and 2."""
-    words = load_program("04", "launch/rank_variables")
-    assert words.cyclic([1, 4, 2]) == [[0], [1, 3, 5, 6], [2, 4]]
-    on_node_0 = words.cyclic([2, 2])[0]
-    assert words.verdict(on_node_0) == "ranks share GPU 0"
+    assert cyclic([1, 4, 2]) == [[0], [1, 3, 5, 6], [2, 4]]
+    on_node_0 = cyclic([2, 2])[0]
+    assert verdict(on_node_0) == "ranks share GPU 0"
     assert [rank % 2 for rank in on_node_0] == [0, 0]
 
 
@@ -88,7 +87,6 @@ def test_c16_c32_launch_passes_local_rank_with_a_dash_and_torchrun_does_not(
 
 @pytest.mark.gpu
 def test_c30_gloo_on_a_gpu_does_more_than_all_reduce_and_broadcast():
-    play = load_program("03", "collectives").play
     gathered = run_ranks(2, play, "all_gather", device="cuda", seconds=60)
     assert [after for _, after in gathered] == [[1, 10]] * 2
 

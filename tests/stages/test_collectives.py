@@ -18,15 +18,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+import collectives
+from backend import SharedRows
+from collectives import play
 from helpers.machine import is_running
 from helpers.on_ranks import gather_from_ranks, on_ranks
 from helpers.stage_files import output_of
 from helpers.train_stage import load_stage
-from local_ranks.chapters import ROOT, load_program
+from local_ranks.chapters import ROOT
 from local_ranks.ranks import NEW_PROCESSES, patience, run_ranks
 from local_ranks.scripts import fork_ranks
 
-collectives = load_program("03", "collectives")
 LESSONS = collectives.LESSONS
 
 
@@ -53,7 +55,7 @@ def is_right(name: str, ranks: list[tuple[list[int], list[int]]]) -> bool:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_collective_gives_what_plain_lists_give(world_size):
-    output = output_of("03", "collectives", f"--world-size={world_size}")
+    output = output_of("collectives", f"--world-size={world_size}")
     rows = [re.split(r" {2,}", line.strip()) for line in output.splitlines()[2:]]
     assert [row[0] for row in rows[::2]] == list(LESSONS)
     for (name, _, *before), (_, *after) in zip(rows[::2], rows[1::2], strict=True):
@@ -84,7 +86,6 @@ COLLECTIVE_CALLS += ("gather", "all_gather", "scatter", "reduce_scatter", "all_t
 def test_a_lesson_is_wrong_without_its_collective(rank):
     """The control: collectives that do nothing."""
     with patch.multiple(dist, **dict.fromkeys(COLLECTIVE_CALLS, lambda *args, **kwargs: [])):
-        play = load_program("03", "collectives").play
         rows = [play(rank, name) for name in LESSONS if name != "barrier"]
     pairs = zip(LESSONS, zip(*gather_from_ranks(rows), strict=True), strict=False)
     assert [name for name, ranks in pairs if is_right(name, list(ranks))] == []
@@ -93,7 +94,7 @@ def test_a_lesson_is_wrong_without_its_collective(rank):
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, no file is without a name")
 @on_ranks(2)
 def test_the_backend_by_hand_adds_and_refuses_every_other_op(rank):
-    dist.Backend.register_backend("rows", load_program("03", "backend").SharedRows, devices=["cpu"])
+    dist.Backend.register_backend("rows", SharedRows, devices=["cpu"])
     group = dist.new_group(backend="rows")
     x = torch.tensor([rank + 1.0])
     for op in (dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT, dist.ReduceOp.AVG):

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+import failures
 from helpers.machine import GLOO_TIMED_OUT, in_time
 from helpers.stage_files import output_of
-from local_ranks.chapters import ROOT, load_program
+from local_ranks.chapters import ROOT
 from repository_pages import fences
 
 LATE = "Timed out waiting 2000ms"  # of one rank; how the other ends is a matter of luck
@@ -45,7 +46,7 @@ FAILURES = {  # what is seen, and what both ranks say with the cure
 @cache
 def answers_of_ranks(name: str, cured: bool = False, debug: str = "OFF") -> list[str]:
     with in_time():
-        return load_program("04", "failures").run_failure(name, cured, debug)
+        return failures.run_failure(name, cured, debug)
 
 
 @pytest.mark.parametrize("name", FAILURES)
@@ -58,14 +59,14 @@ def test_c02_c36_c42_each_failure_happens_and_its_cure_helps(name):
 
 
 def test_a_rank_that_neither_answers_nor_ends_is_not_waited_for_forever():
-    answers = load_program("04", "failures").run_failure("two-writers", True, seconds=0)
+    answers = failures.run_failure("two-writers", True, seconds=0)
     assert answers == ["waits"] * 2
 
 
 def test_troubleshooting_lists_every_entry_and_shows_what_the_failures_print():
-    listed = [line.split()[0] for line in output_of("04", "failures").splitlines()]
-    with patch.object(load_program("04", "failures"), "run_failure", lambda *_: ["so", "so"]):
-        assert "\ncure: only global rank 0 saves\n" in output_of("04", "failures", "two-writers")
+    listed = [line.split()[0] for line in output_of("failures").splitlines()]
+    with patch.object(failures, "run_failure", lambda *_: ["so", "so"]):
+        assert "\ncure: only global rank 0 saves\n" in output_of("failures", "two-writers")
     contents, *entries = (ROOT / "docs/troubleshooting.md").read_text().split('\n<a id="')
     anchors = re.findall(r"^- .*\]\(#([\w-]+)\)", contents, re.M)
     assert anchors == [entry.split('"')[0] for entry in entries]

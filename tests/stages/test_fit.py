@@ -8,11 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+import fit
+import peak
 from helpers.on_ranks import on_ranks
 from helpers.stage_files import output_of
-from local_ranks.chapters import load_program
-
-peak, fit = load_program("01", "peak"), load_program("01", "fit")
 
 MIB = peak.MIB
 torch.set_num_threads(1)  # with more, oneDNN has workspaces for each thread
@@ -89,22 +88,22 @@ def test_a_cut_is_even_fits_and_is_the_coarsest(batch, memory):
 
 
 def test_what_fits_is_told_to_the_last_sample():
-    text = output_of("01", "fit", "--memory-limit=16MiB")
+    text = output_of("fit", "--memory-limit=16MiB")
     assert "one GPU holds a batch of 120" in text
     assert "ways to cut" not in text
     most = int(re.search(r"largest batch at once: (\d+)\n", text)[1])
     at = [peak.rehearsed_peak(peak.Plan("net", 28, "momentum"), n)[0] for n in (most, most + 1)]
     assert at[0] <= 16 * MIB < at[1]
-    text = output_of("01", "fit", "--memory-limit=5MiB", "--batch-size=127")  # a prime number
+    text = output_of("fit", "--memory-limit=5MiB", "--batch-size=127")  # a prime number
     assert "accumulate 127 micro-batches of 1 on\none GPU.\n" in text
-    assert "or more" in output_of("01", "fit", "--memory-limit=9999GiB")
+    assert "or more" in output_of("fit", "--memory-limit=9999GiB")
 
 
 def test_without_a_limit_it_is_all_that_the_gpu_has_whatever_is_free_now(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5 * MIB, 16 * MIB))  # free, total
-    free, total = (output_of("01", "fit", f"--memory-limit={size}MiB") for size in (5, 16))
-    assert output_of("01", "fit") == total != free
+    free, total = (output_of("fit", f"--memory-limit={size}MiB") for size in (5, 16))
+    assert output_of("fit") == total != free
 
 
 def test_c41_if_a_batch_of_1_does_not_fit_data_parallelism_cannot_help():
@@ -112,7 +111,7 @@ def test_c41_if_a_batch_of_1_does_not_fit_data_parallelism_cannot_help():
     needed, _ = peak.rehearsed_peak(peak.Plan("net", 28, "adam"), 1)
     for limit, samples in ((needed - 2000, 0), (needed + 2000, 1)):
         flags = (f"--memory-limit={limit / MIB:.3f}MiB", "--optimizer=adam", "--batch-size=8")
-        text = output_of("01", "fit", *flags)
+        text = output_of("fit", *flags)
         assert f"largest batch at once: {samples}\n" in text
         assert ("Plain data parallelism cannot help" in text) == (samples == 0)
         assert ("sharded, each GPU needs for a batch of 1" in text) == (samples == 0)
@@ -126,7 +125,7 @@ def test_the_first_way_of_sharding_that_fits_is_advised():
     first = {zero_2: "With ZeRO-2 on 2 GPUs", zero_2 - 99: "With FSDP on 2", fsdp: "With FSDP on 8"}
     for limit, words in (first | {fsdp - 99: "on 8 GPUs is not enough"}).items():
         flags = (f"--memory-limit={(limit + 9) / MIB:.6f}MiB", "--optimizer=adam", "--batch-size=8")
-        assert words in " ".join(output_of("01", "fit", *flags).split())
+        assert words in " ".join(output_of("fit", *flags).split())
 
 
 @on_ranks(2)

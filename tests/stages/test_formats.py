@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+import formats
 from benchmarks import result_files
 from benchmarks.draw.tables import TABLES
 from helpers.train_stage import train_once
-from local_ranks.chapters import ROOT, load_program
-
-formats = load_program("05", "formats")
+from local_ranks.chapters import ROOT
 
 
 def test_what_the_machine_runs_and_has_units_for_is_told(capsys):

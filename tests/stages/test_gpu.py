@@ -4,11 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+import peak
 from helpers.on_ranks import on_ranks
 from helpers.stage_files import LESSON_FOLDERS
 from helpers.train_stage import Run
-from local_ranks.chapters import ROOT, load_program
+from local_ranks.chapters import ROOT
 from local_ranks.scripts import launch_script, run_script
+from sync_batchnorm import convert_sync_batchnorm as by_hand
 
 pytestmark = pytest.mark.gpu
 
@@ -58,7 +60,7 @@ def test_05_on_two_ranks_repeats_01_on_the_gpu(tmp_path):
 @on_ranks(2)
 def test_sync_batchnorm_by_hand_is_torchs_on_the_gpu(rank):
     torch.cuda.set_device(0)
-    by_hand, results = load_program("05", "sync_batchnorm").convert_sync_batchnorm, []
+    results = []
     for convert in (by_hand, nn.SyncBatchNorm.convert_sync_batchnorm):
         torch.manual_seed(rank)
         rows, weights = torch.randn(2, 3 + 2 * rank, 4, 5, 6, dtype=torch.float64, device="cuda")
@@ -73,7 +75,6 @@ def test_sync_batchnorm_by_hand_is_torchs_on_the_gpu(rank):
 
 @on_ranks(1)
 def test_01_rehearses_what_a_step_takes_on_the_gpu(rank):
-    peak = load_program("01", "peak")
     for plan in (peak.Plan("resnet50", 224, "adam"), peak.Plan("resnet18", 64, "momentum")):
         predicted, measured = peak.rehearsed_peak(plan, 64)[0], peak.measured_peak(plan, 64)
         assert predicted < 1.05 * measured

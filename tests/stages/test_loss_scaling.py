@@ -9,11 +9,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+import loss_scaling
 from helpers.on_ranks import gather_from_ranks, on_ranks
 from helpers.outputs import rows_on_page
-from local_ranks.chapters import load_program
-
-loss_scaling = load_program("05", "loss_scaling")
 
 
 def test_c10_gradscaler_keeps_small_gradients_from_becoming_zero_in_fp16_and_bf16_needs_none():

@@ -12,19 +12,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import compare
+import reducers
+import ring
 from common.options import UsageError
 from helpers.machine import scratch_folder
 from helpers.on_ranks import gather_from_ranks, on_ranks, run_on_ranks
 from helpers.stage_files import Change
 from helpers.train_stage import Run, default_dtype, load_stage, run_main, train_once
-from local_ranks.chapters import ROOT, load_program
+from local_ranks.chapters import ROOT
 
 NAMES = ("per-parameter", "flat", "bucketed", "ring")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 
 def new_reducer(name, model):
-    return load_program("03", "reducers/reducers").REDUCERS[name](model)
+    return reducers.REDUCERS[name](model)
 
 
 class Mixed(nn.Module):
@@ -117,7 +120,7 @@ def test_03_reducers_do_what_one_process_does(without=()):
 def train_with(rank: int, name: str, *flags: str) -> None:
     """Stage 03, but its average_gradients calls this reducer."""
     stage = load_stage("03")
-    make = load_program("03", "reducers/reducers").REDUCERS.get(name)
+    make = reducers.REDUCERS.get(name)
     reducer_of = cache(make or (lambda model: mock.Mock()))
     stage.average_gradients = lambda model: reducer_of(model).finish()
     run_main(stage, rank, *flags)
@@ -144,7 +147,6 @@ def test_a_bucket_is_closed_as_soon_as_it_holds_its_size():
     sizes = [{"size": (2**20 // kind.itemsize,), "dtype": kind} for kind in kinds]
     parameters = [nn.Parameter(torch.empty(**size, device="meta")) for size in sizes]
     number = {parameter: place for place, parameter in enumerate(parameters)}
-    reducers = load_program("03", "reducers/reducers")
     groups = reducers.cut_into_buckets(parameters, reducers.FIRST_BYTES, reducers.BUCKET_BYTES)
     members_of_buckets = [[number[parameter] for parameter in members] for members in groups]
     assert members_of_buckets == [[29], list(range(28, 3, -1)), [3, 2], [1, 0]]
@@ -152,7 +154,7 @@ def test_a_bucket_is_closed_as_soon_as_it_holds_its_size():
 
 @on_ranks(2)
 def test_the_first_bucket_is_on_its_way_while_most_gradients_are_still_to_come(rank):
-    first, *_, last = load_program("03", "reducers/compare").watch_backward(rank)
+    first, *_, last = compare.watch_backward(rank)
     assert first[-1] > 50
     assert last[-1] == 0, "the control: the last bucket can overlap with nothing"
 
@@ -212,7 +214,7 @@ def numbers(length: int, rank: int) -> torch.Tensor:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @on_ranks()
 def test_the_ring_sums_any_length_and_dtype_and_sends_2_n_minus_1_nths_in_pieces(rank, ranks):
-    ring, n = load_program("03", "reducers/ring"), ranks
+    n = ranks
     ring.PIECE_BYTES = 4096
     with mock.patch.object(dist, "isend", wraps=dist.isend) as isend:
         for length, dtype in product(LENGTHS, DTYPES):

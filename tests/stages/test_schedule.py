@@ -4,11 +4,9 @@ import math
 
 import pytest
 
+import schedule
 from common.options import make_parser
 from helpers.outputs import rows_on_page
-from local_ranks.chapters import load_program
-
-schedule = load_program("05", "schedule")
 
 ALL_THREE = ("--lr-decay=cosine", "--warmup-epochs=1", "--lr-rule=linear", "--base-batch-size=240")
 RATES = {

@@ -14,17 +14,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import sync_batchnorm
 from common.options import UsageError
 from helpers.on_ranks import on_ranks, run_on_ranks
 from helpers.stage_files import LESSON_FOLDERS, fresh_module
-from local_ranks.chapters import load_program
 
 # Samples of each rank: uneven, one of them alone, and of four ranks one has none at all.
 SIZES = {1: [5], 2: [1, 4], 4: [1, 5, 0, 2]}
 BATCHNORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 CLOSE = {"rtol": 0, "atol": 1e-10}
 
-sync_batchnorm = load_program("05", "sync_batchnorm")
 convert = sync_batchnorm.convert_sync_batchnorm
 
 

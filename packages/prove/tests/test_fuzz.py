@@ -3,19 +3,17 @@
 import json
 from pathlib import Path
 
+import loaders
+import one_process
+import plant_mistakes
 import pytest
+from generate import generate
 
 from helpers.machine import scratch_folder
-from local_ranks.chapters import load_program
 from local_ranks.scripts import SECONDS, run_script
 
-FUZZ = "prove/evidence/fuzz"
 FOLDER = Path(__file__).parents[1] / "evidence" / "fuzz"
 
-generate = load_program("packages", f"{FUZZ}/generate").generate
-one_process = load_program("packages", f"{FUZZ}/one_process")
-plant_mistakes = load_program("packages", f"{FUZZ}/plant_mistakes")
-loaders = load_program("packages", f"{FUZZ}/loaders")
 STYLES = (*loaders.STYLES, *loaders.INDEXED)
 
 SEEDS = [0, 1, 3, 4, 6, 9, 31, 32, 41, 53, 55, 76, 89, 109, 111, 120, 125, 132, 163, 171, 232]

@@ -4,12 +4,11 @@ import difflib
 import json
 import shutil
 
+import count_seen
 import pytest
 
 from helpers.prove_runs import run
-from local_ranks.chapters import load_program
 
-count_seen = load_program("packages", "prove/evidence/reported/count_seen")
 PAIRS = count_seen.pairs()
 REPRESENTATIVES = ("loss_times_ranks", "unwrapped_to_call", "stream_of_lines")
 

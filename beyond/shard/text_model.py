@@ -1,6 +1,6 @@
 """A small language model, and a text for it: Shakespeare's Richard III, byte by byte.
 
-python beyond/shard/language.py
+python beyond/shard/text_model.py
 
 The play is in the public domain. richard_iii.txt is a part of Andrej Karpathy's tiny Shakespeare
 (data/tinyshakespeare/input.txt in github.com/karpathy/char-rnn).
