@@ -1,6 +1,6 @@
 """What a test sees of its machine: no GPU, unless the tests with the mark `gpu` alone are run.
 
-And of pytest: the numbers of an `assert` that stands in a helper.
+And of pytest: the numbers of an `assert` that stands in a helper. Of the course: its chapters.
 """
 
 import os
@@ -14,10 +14,11 @@ import torch
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 # pytest shows the numbers of a failing assert in the tests only, unless told before the import.
-# `make break` prints them, and most of its asserts stand in helpers.
-pytest.register_assert_rewrite("helpers")
+# `make break` prints them, and most of its asserts stand there.
+pytest.register_assert_rewrite("helpers", "local_ranks")
 
-import helpers.on_ranks  # noqa: E402, F401, it says what the fork server of the tests imports
+import helpers  # noqa: E402, F401, it says what the fork server of the tests imports
+import local_ranks.chapters  # noqa: E402, F401, it lets tests import chapters
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -174,11 +174,6 @@ def became_of(rank: Rank) -> str:
         return rank.how_it_ended()
 
 
-def patience(seconds: float) -> float:
-    """A time limit that only a hang reaches: as much longer as processes wait for a core."""
-    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
 def torchrun_variables(rank: int | str, world_size: int, port: int | str) -> dict[str, str]:
     """What torchrun tells a rank, if all of them are on this machine."""
     variables = {"RANK": rank, "LOCAL_RANK": rank}

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import runpy
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Sequence
@@ -23,10 +22,10 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from local_ranks.chapters import ROOT
+from local_ranks.machine import patience, scratch_folder
 from local_ranks.ranks import (
     NEW_PROCESSES,
     STORE_OF_A_LAUNCHER,
-    patience,
     torchrun_variables,
     wait_for_the_end_of_the_parent,
 )
@@ -129,25 +128,24 @@ def run_script(
 ) -> list[tuple[int, str]]:
     """Run `python SCRIPT FLAGS` as that many processes; exit status and output of each.
     env: what a launcher adds; {RANK} in a value becomes the rank."""
-    with tempfile.TemporaryDirectory(prefix="scripts-") as folder:
-        output = f"{folder}/out"
-        processes = []
-        for rank in range(ranks):
-            variables = variables_of_rank(rank, env or {})
-            arguments = (rank, variables, str(ROOT / script), flags, str(cwd), output)
-            processes.append(NEW_PROCESSES.context().Process(target=become_script, args=arguments))
-            processes[-1].start()
-        deadline = time.monotonic() + patience(seconds)
-        for process in processes:
-            process.join(max(0.1, deadline - time.monotonic()))
-            if process.is_alive():
-                for other in processes:
-                    other.kill()
-                raise TimeoutError(f"{script} {' '.join(flags)} did not end in {seconds} s")
-        return [
-            (process.exitcode or 0, Path(f"{output}.{rank}").read_text())
-            for rank, process in enumerate(processes)
-        ]
+    output = f"{scratch_folder()}/out"
+    processes = []
+    for rank in range(ranks):
+        variables = variables_of_rank(rank, env or {})
+        arguments = (rank, variables, str(ROOT / script), flags, str(cwd), output)
+        processes.append(NEW_PROCESSES.context().Process(target=become_script, args=arguments))
+        processes[-1].start()
+    deadline = time.monotonic() + patience(seconds)
+    for process in processes:
+        process.join(max(0.1, deadline - time.monotonic()))
+        if process.is_alive():
+            for other in processes:
+                other.kill()
+            raise TimeoutError(f"{script} {' '.join(flags)} did not end in {seconds} s")
+    return [
+        (process.exitcode or 0, Path(f"{output}.{rank}").read_text())
+        for rank, process in enumerate(processes)
+    ]
 
 
 def launch_script(script: str, *flags: str, ranks=2, env=None, **how: Any) -> list[tuple[int, str]]:

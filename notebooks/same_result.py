@@ -1,6 +1,6 @@
 """Do the stages compute the same? For notebook 03: their losses, and a replay of their batches.
 
-The replay is tests/helpers/oracle.py: one plain process in float64. Its recipe is what BatchNorm
+The replay is local_ranks/oracle.py: one plain process in float64. Its recipe is what BatchNorm
 normalizes together: the global batch (01, SyncBN), its pieces (02), or strides of it (03, 04).
 """
 
@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from benchmarks.draw.plots import VARIANT_COLORS
 from benchmarks.variants import STAGES, VARIANTS
-from helpers import oracle, train_stage
+from local_ranks import oracle, train_stage
 
 Losses = list[float]  # of every step
 

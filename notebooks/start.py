@@ -11,7 +11,6 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.append(str(Path(__file__).resolve().parent))
 
 import matplotlib.pyplot as plt

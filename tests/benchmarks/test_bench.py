@@ -14,9 +14,9 @@ from benchmarks.draw import tables, training_tables
 from benchmarks.measure import stage_runs, stages
 from benchmarks.measure.timing import AA, Effort
 from benchmarks.variants import VARIANTS, Layout
-from helpers.machine import scratch_folder
 from helpers.refusals import assert_one_line, refusal
 from local_ranks.chapters import ROOT
+from local_ranks.machine import scratch_folder
 from local_ranks.scripts import run_script
 from repository_pages import ALL_PAGES
 

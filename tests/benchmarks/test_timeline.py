@@ -22,8 +22,8 @@ from benchmarks.draw import step_pictures
 from benchmarks.measure import timeline_recorder
 from benchmarks.measure.recordings import read_recordings, recorder_variables, shown_steps
 from benchmarks.measure.timeline_recorder import MESSAGES, Kind, Recording, Span, Step
-from helpers.on_ranks import run_on_ranks
 from helpers.refusals import assert_one_line, refusal
+from local_ranks.on_ranks import run_on_ranks
 from local_ranks.scripts import run_script
 
 PROGRAM = "benchmarks/timeline.py"

@@ -39,10 +39,9 @@ from torch.utils.data import DataLoader
 from benchmarks.result_files import RESULTS, provenance, save
 from common.options import Parser, int_at_least
 from durable import CheckpointError, newest_whole, previous_path
-from helpers.machine import free_port
 from helpers.small_disk import CANNOT_MOUNT, can_mount, fill, small_disk
-from helpers.train_stage import Run, same_run, same_weights, train_once
 from local_ranks.chapters import ROOT
+from local_ranks.machine import free_port
 from local_ranks.ranks import NEW_PROCESSES
 from local_ranks.scripts import (
     become_script,
@@ -50,6 +49,7 @@ from local_ranks.scripts import (
     store_of_a_launcher,
     variables_of_rank,
 )
+from local_ranks.train_stage import Run, same_run, same_weights, train_once
 
 SCRIPT = ROOT / "beyond/survive/train.py"
 # Trials run side by side in threads. Each reads the status of its own processes, and of no others.

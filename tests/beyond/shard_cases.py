@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW, NAdam
 from torch.utils.checkpoint import checkpoint
 
 import text_model
-from helpers.stage_files import LESSON_FOLDERS, fresh_module
+from local_ranks.stage_files import LESSON_FOLDERS, fresh_module
 
 FILES = ("shards.py", "zero.py", "fsdp.py", "full_state.py", "library_state.py", "levels.py")
 BY_HAND = ZERO_1, ZERO_2, FSDP = "optimizer", "gradients", "parameters"

@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 from convert_cases import CLASSIFIER, CONVERT, DETECTOR, converted, launch, load, proof
-from helpers.on_ranks import on_ranks, run_on_ranks
 from helpers.outputs import differences
 from helpers.prove_runs import TORCHRUN, run
+from local_ranks.on_ranks import on_ranks, run_on_ranks
 from local_ranks.scripts import run_script
 from repository_pages import ROOT, fences, shell
 

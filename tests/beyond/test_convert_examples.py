@@ -13,10 +13,10 @@ import torch
 
 import sync_batchnorm
 from convert_cases import EXAMPLES, load
-from helpers.machine import scratch_folder
-from helpers.on_ranks import run_on_ranks
-from helpers.stage_files import replace_once
+from local_ranks.machine import scratch_folder
+from local_ranks.on_ranks import run_on_ranks
 from local_ranks.scripts import launch_script
+from local_ranks.stage_files import replace_once
 from repository_pages import ROOT
 
 # In float64, with the same global batches and the same noise; SyncBatchNorm is stage 05's.

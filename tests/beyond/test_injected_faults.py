@@ -13,7 +13,6 @@ import pytest
 
 import inject_faults
 from helpers.small_disk import CANNOT_MOUNT, can_mount
-from helpers.train_stage import few_digits
 from inject_faults import (
     DEFAULT_TIMEOUT_SECONDS,
     KINDS,
@@ -28,6 +27,7 @@ from inject_faults import (
     reference,
     trial,
 )
+from local_ranks.train_stage import few_digits
 
 # A fifth of the digits: with a smaller batch, an epoch has 12 steps all the same.
 inject_faults.FLAGS += (*few_digits(), "--batch-size=24")

@@ -12,11 +12,11 @@ import pytest
 import check_answer
 import traces
 import write_puzzles
-from helpers.machine import scratch_folder
-from helpers.stage_files import replace_once
 from local_ranks.chapters import ROOT
-from local_ranks.ranks import NEW_PROCESSES, patience
+from local_ranks.machine import patience, scratch_folder
+from local_ranks.ranks import NEW_PROCESSES
 from local_ranks.scripts import SECONDS, run_script, use_default_start_method
+from local_ranks.stage_files import replace_once
 
 PUZZLES = {puzzle.number: puzzle for puzzle in traces.PUZZLES}
 each_puzzle = pytest.mark.parametrize("number", PUZZLES)

@@ -16,7 +16,7 @@ import fit
 import levels
 import peak
 from benchmarks.measure import sharding
-from helpers.on_ranks import run_on_ranks
+from local_ranks.on_ranks import run_on_ranks
 from local_ranks.scripts import run_script
 from shard_cases import (
     BY_HAND,

@@ -11,9 +11,9 @@ from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon
 
 import fsdp
 import zero
-from helpers.on_ranks import gather_from_ranks, on_ranks
 from helpers.refusals import assert_one_line, refusal
-from helpers.stage_files import LESSON_FOLDERS, fresh_module
+from local_ranks.on_ranks import gather_from_ranks, on_ranks
+from local_ranks.stage_files import LESSON_FOLDERS, fresh_module
 from shard_cases import FSDP, ZERO_1, ZERO_2, Odd, changed_levels
 
 

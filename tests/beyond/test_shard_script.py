@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from helpers.refusals import assert_one_line, refusal
-from helpers.stage_files import LESSON_FOLDERS, different_functions, functions
-from helpers.train_stage import train, train_once
+from local_ranks.stage_files import LESSON_FOLDERS, different_functions, functions
+from local_ranks.train_stage import train, train_once
 from shard_cases import FSDP, ZERO_1, ZERO_2, largest_difference
 
 ON_DIGITS = ("--dataset=digits", "--model=net-bn", "--optimizer=sgd", "--lr=0.02", "--epochs=2")

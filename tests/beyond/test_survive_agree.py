@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 import agree
-from helpers.machine import stopped_clock
-from helpers.on_ranks import gather_from_ranks, on_ranks
-from helpers.stage_files import LESSON_FOLDERS, fresh_module
+from local_ranks.machine import stopped_clock
+from local_ranks.on_ranks import gather_from_ranks, on_ranks
+from local_ranks.stage_files import LESSON_FOLDERS, fresh_module
 
 
 def votes(rank: int, step_seconds: list[float], sigterm: int, without: tuple = ()) -> tuple:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import durable
-from helpers.stage_files import LESSON_FOLDERS, fresh_module
+from local_ranks.stage_files import LESSON_FOLDERS, fresh_module
 
 MEGABYTE = 2**20
 

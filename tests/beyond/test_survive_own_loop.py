@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import launch
-from helpers.stage_files import LESSON_FOLDERS
 from local_ranks.scripts import launch_script, run_script
+from local_ranks.stage_files import LESSON_FOLDERS
 from repository_pages import fences
 
 OWN_LOOP = LESSON_FOLDERS["survive"] / "own_loop.py"

@@ -12,10 +12,12 @@ import torch
 from common.data import load_dataset
 from common.options import make_parser
 from common.run_folder import read_metrics
-from helpers.machine import free_port
-from helpers.on_ranks import run_on_ranks
 from helpers.refusals import assert_one_line, refusal
-from helpers.train_stage import (
+from local_ranks.chapters import ROOT
+from local_ranks.machine import free_port
+from local_ranks.on_ranks import run_on_ranks
+from local_ranks.scripts import launcher_variables, run_script
+from local_ranks.train_stage import (
     FP32,
     few_digits,
     load_stage,
@@ -25,8 +27,6 @@ from helpers.train_stage import (
     train,
     train_once,
 )
-from local_ranks.chapters import ROOT
-from local_ranks.scripts import launcher_variables, run_script
 
 SCRIPT = "beyond/survive/train.py"
 durable = load_stage("survive").durable

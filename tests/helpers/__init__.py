@@ -1,0 +1,27 @@
+"""What several tests share. An import says what the fork server of their ranks begins with."""
+
+import torch
+
+from local_ranks.ranks import NEW_PROCESSES
+
+PRELOADED = [  # by the fork server
+    "PIL.Image",
+    "common.checkpoint",
+    "common.models",
+    "ipykernel.kernelapp",
+    "matplotlib.pyplot",
+    "pycocotools.cocoeval",
+    "prove.watch.observe",
+    "prove.prover",
+    "pytest",
+    "tabulate",
+    "tests.helpers.preload",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torchvision",
+    "torchvision.transforms.v2",
+]
+NEW_PROCESSES.preloaded = PRELOADED
+torch.set_num_threads(1)  # as every rank has: two tests that run side by side have two cores

@@ -21,8 +21,8 @@ from helpers.rehearsal import (
     RankLog,
     rehearse,
 )
-from helpers.train_stage import load_stage
 from local_ranks.chapters import ROOT
+from local_ranks.train_stage import load_stage
 
 JOINS = {  # how the ranks of each script join, and then each names its GPU
     BY_HAND: "join nccl",

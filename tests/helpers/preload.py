@@ -10,6 +10,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import helpers.refusals
 import helpers.replayed_runs  # noqa: F401
-from helpers.machine import scratch_folder
+from local_ranks.machine import scratch_folder
 
 scratch_folder()  # so the ranks' folders lie in one that ends with this server: a rank removes none

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from helpers.machine import scratch_folder
-from local_ranks.ranks import NEW_PROCESSES, patience
+from local_ranks.machine import patience, scratch_folder
+from local_ranks.ranks import NEW_PROCESSES
 from local_ranks.scripts import SECONDS, use_default_start_method
 from prove.__main__ import main
 

@@ -4,10 +4,10 @@ import hashlib
 from pathlib import Path
 
 from durable import MARK
-from helpers.machine import scratch_folder
-from helpers.stage_files import LESSON_FOLDERS
 from local_ranks.chapters import ROOT
+from local_ranks.machine import scratch_folder
 from local_ranks.scripts import launch_script, run_script
+from local_ranks.stage_files import LESSON_FOLDERS
 
 SCRIPTS = {  # of each folder that has one
     key: f"{folder.relative_to(ROOT)}/train.py"

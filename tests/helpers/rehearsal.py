@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 import apply_steps
-from helpers.machine import scratch_folder
-from helpers.on_ranks import run_on_ranks
-from helpers.stage_files import replace_once
-from helpers.train_stage import spawned_as
 from local_ranks.chapters import ROOT
+from local_ranks.machine import scratch_folder
+from local_ranks.on_ranks import run_on_ranks
+from local_ranks.stage_files import replace_once
+from local_ranks.train_stage import spawned_as
 
 TWO_STEPS = ("--epochs=2", "--max-steps=2", f"--data-dir={ROOT / 'data'}")  # none in the second
 SINGLE, MINIMAL_SINGLE = "01_single_gpu/train.py", "01_single_gpu/minimal.py"

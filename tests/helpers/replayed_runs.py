@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from helpers import oracle
-from helpers.stage_files import Change
-from helpers.train_stage import few_digits, train_once
+from local_ranks import oracle
+from local_ranks.stage_files import Change
+from local_ranks.train_stage import few_digits, train_once
 
 SHORT_RUN = ("--model=net-bn", "--batch-size=60", "--epochs=3", "--max-steps=14", "--seed=7")
 

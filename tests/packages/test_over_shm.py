@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.on_ranks import run_on_ranks
-from helpers.train_stage import train_once, train_rank
 from local_ranks.chapters import ROOT
+from local_ranks.on_ranks import run_on_ranks
+from local_ranks.train_stage import train_once, train_rank
 from shm import fast
 from shm.exchange import Exchange
 from shm.replace import over_shm

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from helpers.environments import make_environment
-from helpers.stage_files import NOT_COPIED
 from local_ranks.chapters import ROOT
-from local_ranks.ranks import patience
+from local_ranks.machine import patience
+from local_ranks.stage_files import NOT_COPIED
 
 NAMES = ("prove", "shm")
 SCRIPT = """

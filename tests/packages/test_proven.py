@@ -9,9 +9,9 @@ from typing import NamedTuple
 import pytest
 
 from helpers.prove_runs import TORCHRUN, verdicts
-from helpers.stage_files import LESSON_FOLDERS, NOT_COPIED, changed_source, replace_once
-from helpers.train_stage import few_digits
 from local_ranks.chapters import ROOT
+from local_ranks.stage_files import LESSON_FOLDERS, NOT_COPIED, changed_source, replace_once
+from local_ranks.train_stage import few_digits
 
 
 class OwnScript(NamedTuple):

@@ -14,8 +14,8 @@ from shutil import copytree
 from tempfile import TemporaryDirectory
 
 import repository_pages
-from helpers.stage_files import LESSON_FOLDERS, NOT_COPIED, Change, changed_source
 from local_ranks.chapters import ROOT
+from local_ranks.stage_files import LESSON_FOLDERS, NOT_COPIED, Change, changed_source
 
 ROW = re.compile(r"^\| `(.+?)` \| `([\w.]+)` \| `(test_\w+)` \|$", re.M)  # line, file, test
 

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.draw import tables
 from check_pages import CHINESE
-from helpers.machine import scratch_folder
 from helpers.outputs import differences
+from local_ranks.machine import scratch_folder
 from local_ranks.scripts import launch_script, run_script
 from repository_pages import ALL_PAGES, BREAK, ROOT, TABLE, fences, shell
 

@@ -21,7 +21,7 @@ ROOMS = {  # from which others each imports, as CONTRIBUTING.md says; tests impo
     "packages": set(),
     "beyond": {"course", "packages"},
     "workshop": {"course", "packages", "beyond"},
-    "notebooks": {"course", "beyond", "workshop", "tests"},
+    "notebooks": {"course", "beyond", "workshop"},
 }
 ROOM_OF_FOLDER = {
     "common": "course",

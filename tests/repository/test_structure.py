@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.stage_files import different_functions, functions
 from local_ranks.chapters import ROOT
+from local_ranks.stage_files import different_functions, functions
 from repository_pages import TEST_FILES
 from write_lessons import PARENTS, lesson
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from helpers.stage_files import LESSON_FOLDERS, fresh_module
+from local_ranks.stage_files import LESSON_FOLDERS, fresh_module
 
 CPU = torch.device("cpu")
 CLOSE = {"rtol": 0, "atol": 1e-12}

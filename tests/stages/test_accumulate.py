@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers.on_ranks import on_ranks
+from local_ranks.on_ranks import on_ranks
 
 
 @on_ranks(2)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel.parallel_apply import parallel_apply
 
 from benchmarks import result_files
-from helpers.stage_files import LESSON_FOLDERS, fresh_module
+from local_ranks.stage_files import LESSON_FOLDERS, fresh_module
 from replicas import CLOSE, CPU, DEVICE_IDS, by_hand, parallel, samples, small, step
 
 memory = fresh_module(LESSON_FOLDERS["02"] / "memory.py")  # not seen by other tests

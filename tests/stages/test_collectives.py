@@ -21,13 +21,13 @@ from torch.distributed import TCPStore
 import collectives
 from backend import SharedRows
 from collectives import play
-from helpers.machine import is_running
-from helpers.on_ranks import gather_from_ranks, on_ranks
-from helpers.stage_files import output_of
-from helpers.train_stage import load_stage
 from local_ranks.chapters import ROOT
-from local_ranks.ranks import NEW_PROCESSES, patience, run_ranks
+from local_ranks.machine import is_running, patience
+from local_ranks.on_ranks import gather_from_ranks, on_ranks
+from local_ranks.ranks import NEW_PROCESSES, run_ranks
 from local_ranks.scripts import fork_ranks
+from local_ranks.stage_files import output_of
+from local_ranks.train_stage import load_stage
 
 LESSONS = collectives.LESSONS
 

@@ -18,7 +18,7 @@ from common.data import load_dataset
 from common.models import build_model
 from common.options import UsageError
 from helpers.refusals import assert_one_line, refusal
-from helpers.train_stage import FP32, ONE_EPOCH, options, train_once
+from local_ranks.train_stage import FP32, ONE_EPOCH, options, train_once
 
 ARGS = options(*ONE_EPOCH)
 DIGITS = load_dataset(ARGS)[0]

@@ -17,8 +17,8 @@ import common.data
 from common.data import load_dataset, loader_options
 from common.models import build_model
 from common.options import UsageError
-from helpers.on_ranks import on_ranks, run_on_ranks
-from helpers.train_stage import few_digits, options
+from local_ranks.on_ranks import on_ranks, run_on_ranks
+from local_ranks.train_stage import few_digits, options
 
 
 def test_the_digits_are_whole_normalized_and_come_in_batches():

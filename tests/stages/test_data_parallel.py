@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import scatter_gather
 
-from helpers.machine import scratch_folder
-from helpers.stage_files import fresh_module
-from helpers.train_stage import load_stage, run_main
+from local_ranks.machine import scratch_folder
+from local_ranks.stage_files import fresh_module
+from local_ranks.train_stage import load_stage, run_main
 from replicas import CLOSE, CPU, FROM_SCRATCH, by_hand, parallel, samples, small, step
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.stage_files import LESSON_FOLDERS, fresh_module
+from local_ranks.stage_files import LESSON_FOLDERS, fresh_module
 from replicas import DEVICE_IDS
 
 memory = fresh_module(LESSON_FOLDERS["02"] / "memory.py")  # not seen by other tests

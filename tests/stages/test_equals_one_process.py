@@ -10,9 +10,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from helpers import oracle
 from helpers.replayed_runs import assert_repeats, distances, replayed_flags
-from helpers.train_stage import train_once
+from local_ranks import oracle
+from local_ranks.train_stage import train_once
 
 # One claim for each stage. test_break_it.py runs them without a line of the stage: then they fail.
 

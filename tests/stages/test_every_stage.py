@@ -13,9 +13,11 @@ import torch
 
 from common.data import load_dataset
 from common.models import build_model
-from helpers.machine import scratch_folder
-from helpers.on_ranks import run_on_ranks
-from helpers.train_stage import (
+from local_ranks.chapters import ROOT
+from local_ranks.machine import scratch_folder
+from local_ranks.on_ranks import run_on_ranks
+from local_ranks.scripts import run_script
+from local_ranks.train_stage import (
     FP32,
     ON_CPU,
     ONE_EPOCH,
@@ -30,8 +32,6 @@ from helpers.train_stage import (
     train,
     train_once,
 )
-from local_ranks.chapters import ROOT
-from local_ranks.scripts import run_script
 
 RANKS = {"01": 1, "02": 1, "03": 2, "04": 2, "05": 2}  # of each stage
 each_stage = pytest.mark.parametrize(("key", "ranks"), RANKS.items(), ids=RANKS)

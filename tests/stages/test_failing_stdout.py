@@ -7,9 +7,9 @@ import torch
 
 from common.run_folder import read_metrics
 from helpers.refusals import SCRIPTS, assert_one_line
-from helpers.train_stage import few_digits
 from local_ranks.chapters import ROOT
 from local_ranks.scripts import launch_script, run_script
+from local_ranks.train_stage import few_digits
 
 RANKS = {"01": 1, "04": 2, "survive": 2}
 BROKEN_STDOUT = {  # what a process does to its own one, before it becomes a stage

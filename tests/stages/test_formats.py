@@ -13,8 +13,8 @@ from torch import nn
 import formats
 from benchmarks import result_files
 from benchmarks.draw.tables import TABLES
-from helpers.train_stage import train_once
 from local_ranks.chapters import ROOT
+from local_ranks.train_stage import train_once
 
 
 def test_what_the_machine_runs_and_has_units_for_is_told(capsys):

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 import peak
-from helpers.on_ranks import on_ranks
-from helpers.stage_files import LESSON_FOLDERS
-from helpers.train_stage import Run
 from local_ranks.chapters import ROOT
+from local_ranks.on_ranks import on_ranks
 from local_ranks.scripts import launch_script, run_script
+from local_ranks.stage_files import LESSON_FOLDERS
+from local_ranks.train_stage import Run
 from sync_batchnorm import convert_sync_batchnorm as by_hand
 
 pytestmark = pytest.mark.gpu

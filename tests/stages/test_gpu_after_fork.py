@@ -22,9 +22,9 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from helpers.on_ranks import PRELOADED
+from helpers import PRELOADED
 from local_ranks.chapters import ROOT
-from local_ranks.ranks import patience
+from local_ranks.machine import patience
 from local_ranks.scripts import SECONDS
 from prove import processes
 

@@ -7,11 +7,11 @@ Real torchruns: test_launch_scripts.py. A real SLURM: test_two_nodes.py.
 import pytest
 import torch
 
-from helpers.machine import free_port
 from helpers.refusals import SCRIPTS
-from helpers.train_stage import ONE_EPOCH, Run, train_once
 from local_ranks.chapters import ROOT
+from local_ranks.machine import free_port
 from local_ranks.scripts import launcher_variables, run_script
+from local_ranks.train_stage import ONE_EPOCH, Run, train_once
 from repository_pages import fences
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import config_from_args, parse_args
 
-from helpers.machine import free_port
-from helpers.train_stage import load_stage
+from local_ranks.machine import free_port
+from local_ranks.train_stage import load_stage
 from shell_programs import (
     BIN,
     LAUNCH,

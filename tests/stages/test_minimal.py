@@ -11,11 +11,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from helpers.machine import scratch_folder
-from helpers.on_ranks import run_on_ranks
-from helpers.stage_files import replace_once
-from helpers.train_stage import default_dtype
 from local_ranks.chapters import ROOT
+from local_ranks.machine import scratch_folder
+from local_ranks.on_ranks import run_on_ranks
+from local_ranks.stage_files import replace_once
+from local_ranks.train_stage import default_dtype
 
 SINGLE, DDP = (ROOT / f"{stage}/minimal.py" for stage in ("01_single_gpu", "04_ddp_torchrun"))
 # 01 draws an order of its own. To compare, it gets that of 04.

@@ -11,12 +11,12 @@ import pytest
 
 from common.options import UsageError
 from common.run_folder import append, lock, read_metrics, replace, set_aside
-from helpers.machine import is_running
 from helpers.refusals import SCRIPTS, assert_one_line
 from helpers.small_disk import CANNOT_MOUNT, fill, small_disk
-from helpers.train_stage import FP32, ONE_EPOCH, few_digits, train
+from local_ranks.machine import is_running
 from local_ranks.ranks import NEW_PROCESSES
 from local_ranks.scripts import launch_script, run_script
+from local_ranks.train_stage import FP32, ONE_EPOCH, few_digits, train
 
 FIVE_STEPS = (*few_digits(), *ONE_EPOCH)  # an epoch has 5 steps
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.train_stage import Run
+from local_ranks.train_stage import Run
 from shell_programs import (
     LAUNCH,
     MODEL,

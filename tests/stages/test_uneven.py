@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 import uneven
-from helpers.machine import GLOO_TIMED_OUT
-from helpers.on_ranks import on_ranks
-from helpers.train_stage import default_dtype
+from local_ranks.machine import GLOO_TIMED_OUT
+from local_ranks.on_ranks import on_ranks
+from local_ranks.train_stage import default_dtype
 
 
 @on_ranks(3)

@@ -9,7 +9,7 @@ import plant_mistakes
 import pytest
 from generate import generate
 
-from helpers.machine import scratch_folder
+from local_ranks.machine import scratch_folder
 from local_ranks.scripts import SECONDS, run_script
 
 FOLDER = Path(__file__).parents[1] / "evidence" / "fuzz"

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from helpers.on_ranks import run_on_ranks
+from local_ranks.on_ranks import run_on_ranks
 
 CALLS = """
 torch.cuda.is_available()

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from helpers.on_ranks import run_on_ranks
 from helpers.prove_runs import TORCHRUN, run, verdict
+from local_ranks.on_ranks import run_on_ranks
 from local_ranks.scripts import SECONDS, launch_script
 from prove.judge import printed_numbers
 from prove.rank_record import Mode, Settings

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import shm  # noqa: F401 (the backend)
-from helpers.on_ranks import gather_from_ranks, on_ranks, run_on_ranks
+from local_ranks.on_ranks import gather_from_ranks, on_ranks, run_on_ranks
 from local_ranks.scripts import launch_script
 from shm import fast
 from shm.exchange import Exchange

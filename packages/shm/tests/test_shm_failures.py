@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 import shm  # noqa: F401 (the backend)
-from helpers.on_ranks import run_on_ranks
-from local_ranks.ranks import patience
+from local_ranks.machine import patience
+from local_ranks.on_ranks import run_on_ranks
 from shm.segment import Segment, identity_of_file, open_if_identical
 from shm.work import pending
 from shm_cases import collect, without_a_compiler

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 import shm
-from helpers.on_ranks import run_on_ranks
-from local_ranks.ranks import patience
+from local_ranks.machine import patience
+from local_ranks.on_ranks import run_on_ranks
 from shm.segment import Segment
 from shm.work import Pending, pending
 

@@ -23,7 +23,7 @@ import shm.tensors
 import shm.work
 import shm_programs
 import torch_suite
-from helpers.on_ranks import run_on_ranks
+from local_ranks.on_ranks import run_on_ranks
 from shm import speed
 from shm_programs import (
     KNOWN,

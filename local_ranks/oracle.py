@@ -15,7 +15,7 @@ from torch import nn
 
 from common.data import load_dataset
 from common.models import build_model
-from helpers.train_stage import default_dtype, options
+from local_ranks.train_stage import default_dtype, options
 
 Step = list[list[int]]  # the groups of samples that a step normalizes together
 Steps = Callable[[int, int, int, int], Iterator[Step]]  # of samples, batch, seed and epoch

@@ -22,10 +22,10 @@ from PIL import Image
 from common.data import load_dataset
 from common.options import make_parser
 from common.run_folder import read_metrics
-from helpers.machine import scratch_folder
-from helpers.on_ranks import run_on_ranks
-from helpers.stage_files import LESSON_FOLDERS, Change, fresh_module
 from local_ranks.chapters import ROOT
+from local_ranks.machine import scratch_folder
+from local_ranks.on_ranks import run_on_ranks
+from local_ranks.stage_files import LESSON_FOLDERS, Change, fresh_module
 
 ON_CPU = ("--device=cpu", f"--data-dir={ROOT / 'data'}")
 ONE_EPOCH = ("--model=net-bn", "--epochs=1", "--batch-size=60")

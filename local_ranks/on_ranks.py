@@ -1,4 +1,4 @@
-"""Ranks of this machine for tests.
+"""Functions on ranks of this machine, and the bodies of tests.
 
 run_on_ranks(2, function, argument)  # what function(rank, argument) returns on each of two
 
@@ -15,30 +15,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from helpers.machine import scratch_folder
-from local_ranks.ranks import NEW_PROCESSES, patience, run_ranks
+from local_ranks.machine import patience, scratch_folder
+from local_ranks.ranks import run_ranks
 from local_ranks.scripts import SECONDS, use_default_start_method
-
-PRELOADED = [  # by the fork server
-    "PIL.Image",
-    "common.checkpoint",
-    "common.models",
-    "ipykernel.kernelapp",
-    "matplotlib.pyplot",
-    "pycocotools.cocoeval",
-    "prove.watch.observe",
-    "prove.prover",
-    "pytest",
-    "tabulate",
-    "tests.helpers.preload",
-    "torch._dynamo",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.optim",
-    "torchvision",
-    "torchvision.transforms.v2",
-]
-NEW_PROCESSES.preloaded = PRELOADED
 
 
 def run_on_ranks(world_size: int, function: Callable, *args: Any, may_die: tuple = ()) -> list:

@@ -1,5 +1,6 @@
-"""What tests ask of this machine: a new folder, a free port, time that fits its load."""
+"""This machine: a new folder, a free port, time that fits its load."""
 
+import os
 import signal
 import socket
 import tempfile
@@ -9,12 +10,13 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-
 # So gloo says on a busy machine that a rank has waited too long, instead of "Timed out waiting".
 GLOO_TIMED_OUT = "Application timeout caused pair closure"
 
-torch.set_num_threads(1)  # as every rank has: two tests that run side by side have two cores
+
+def patience(seconds: float) -> float:
+    """A time limit that only a hang reaches: as much longer as processes wait for a core."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 @contextmanager

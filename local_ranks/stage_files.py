@@ -16,8 +16,8 @@ from pathlib import Path
 from shutil import ignore_patterns
 from unittest.mock import patch
 
-from helpers.machine import in_time
 from local_ranks.chapters import ROOT
+from local_ranks.machine import in_time
 
 LESSON_FOLDERS = {path.name[:2]: path for path in sorted(ROOT.glob("0?_*"))}
 LESSON_FOLDERS |= {
