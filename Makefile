@@ -7,11 +7,14 @@ JOBS ?= 4
 RUN := $(VENV)/bin/python
 SITE := .venv-site
 SPHINX := $(SITE)/bin/python -m sphinx -q -E -W --keep-going -j auto -c docs/site
-# Whose types are checked, each folder for itself, because several hold a train.py.
-TYPED_FOLDERS := $(sort $(dir $(wildcard 0*_*/*.py 0*_*/*/*.py beyond/*/*.py)))
-TYPED_FOLDERS += $(sort $(dir $(wildcard packages/*/src/*/*.py packages/*/evidence/*/*.py)))
-TYPED_FOLDERS += packages/prove/src/prove/judge/ packages/prove/src/prove/watch/
-TYPED_FOLDERS += common/ notebooks/ benchmarks/ benchmarks/measure/ benchmarks/draw/ docs/tools/
+# Whose types are checked: all that is imported by name. Each stage has a train.py, beside it.
+STAGES := $(sort $(dir $(wildcard 0*_*/train.py beyond/*/train.py)))
+TYPED := $(wildcard conftest.py common/*.py local_ranks/*.py tests/helpers/*.py notebooks/*.py)
+TYPED += $(wildcard benchmarks/*.py benchmarks/*/*.py docs/tools/*.py)
+TYPED += $(wildcard 0*_*/[!0-9]*.py 0*_*/*/[!0-9]*.py beyond/*/[!0-9]*.py)
+TYPED += $(wildcard packages/*/src/*/*.py packages/*/evidence/*/*.py)
+TYPED += $(wildcard packages/prove/src/prove/judge/*.py packages/prove/src/prove/watch/*.py)
+TYPED := $(filter-out %/train.py %/minimal.py, $(TYPED))
 
 .PHONY: help tour test format lint break puzzle check-pages bench gpu pictures notebooks bench-all faults
 .PHONY: shm-suite pages-quick pages site serve clean
@@ -32,7 +35,8 @@ format: $(VENV)/ready  ## format all Python files, and mend what ruff can mend b
 lint: $(VENV)/ready  ## check style, types and shell scripts: a minute
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
-	for folder in $(TYPED_FOLDERS); do $(RUN) -m mypy $$folder[!0-9]*.py || exit 1; done
+	@$(foreach stage,$(STAGES),echo "mypy, with $(stage)train.py" && \
+	  $(RUN) -m mypy $(TYPED) $(wildcard $(stage)train.py $(stage)minimal.py) &&) true
 	$(VENV)/bin/shellcheck .ci/run $(wildcard 0*/launch/*.sh 0*/launch/*.sbatch)
 
 break: $(VENV)/ready  ## try a row of a "Break it" table: STAGE=04 ROW=2; without ROW, list the rows

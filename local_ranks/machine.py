@@ -42,7 +42,8 @@ def free_port() -> int:
 
 def stopped_clock() -> SimpleNamespace:
     """In place of the module time: it stands still unless somebody sleeps."""
-    time = SimpleNamespace(now=100.0, monotonic=lambda: time.now)
+    time = SimpleNamespace(now=100.0)
+    time.monotonic = lambda: time.now
     time.sleep = lambda seconds: setattr(time, "now", time.now + seconds)
     return time
 

@@ -22,7 +22,7 @@ from local_ranks.scripts import SECONDS, use_default_start_method
 
 def run_on_ranks(world_size: int, function: Callable, *args: Any, may_die: tuple = ()) -> list:
     """What function(rank, *args) returns on each rank; it joins the process group itself."""
-    options = {"backend": None, "seconds": patience(SECONDS), "may_die": may_die}
+    options: dict[str, Any] = {"backend": None, "seconds": patience(SECONDS), "may_die": may_die}
     return run_ranks(world_size, _run_function, function, args, **options)
 
 

@@ -33,7 +33,7 @@ def whole_batches(samples: int, batch: int, seed: int, epoch: int) -> Iterator[S
         yield [order[start : start + batch]]
 
 
-def chunks(parts: int):
+def chunks(parts: int) -> Steps:
     """02: replica r normalizes the r-th piece of the batch."""
 
     def steps(samples: int, batch: int, seed: int, epoch: int) -> Iterator[Step]:
@@ -44,7 +44,7 @@ def chunks(parts: int):
     return steps
 
 
-def strides(parts: int):
+def strides(parts: int) -> Steps:
     """03 and 04: rank r normalizes every parts-th sample of the batch, as both deal them out."""
 
     def steps(samples: int, batch: int, seed: int, epoch: int) -> Iterator[Step]:
@@ -54,7 +54,7 @@ def strides(parts: int):
     return steps
 
 
-def micro_batches(parts: int, k: int):
+def micro_batches(parts: int, k: int) -> Steps:
     """survive with --accumulate: the j-th of k pieces of each rank's samples, over all ranks."""
 
     def steps(samples: int, batch: int, seed: int, epoch: int) -> Iterator[Step]:

@@ -57,7 +57,7 @@ def use_default_start_method() -> None:
 def fork_ranks() -> None:
     """From now on, this process forks the ranks that it starts, so they need not import torch."""
     spawning = sys.modules["torch.multiprocessing.spawn"]
-    start = spawning.start_processes  # type: ignore[attr-defined]
+    start = spawning.start_processes
 
     def by_fork(*args: Any, **more: Any) -> Any:
         return start(*args, **{**more, "start_method": "fork"})
@@ -65,7 +65,7 @@ def fork_ranks() -> None:
     for place in (torch.multiprocessing, spawning):
         place.start_processes = by_fork  # type: ignore[attr-defined]
     NEW_PROCESSES.start_method = "fork"
-    dist.TCPStore = store_in_another_process  # type: ignore[misc]
+    dist.TCPStore = store_in_another_process  # type: ignore[misc, assignment]
 
 
 def store_in_another_process(*address: Any, is_master: bool = False, **more: Any) -> TCPStore:
@@ -76,7 +76,7 @@ def store_in_another_process(*address: Any, is_master: bool = False, **more: Any
     """
     forks_ranks = set(more) - {"port"} == {"wait_for_workers"}  # torchrun's agent says more
     if not is_master or not forks_ranks:
-        return TCPStore(*address, is_master=is_master, **more)
+        return TCPStore(*address, is_master=is_master, **more)  # type: ignore[misc]
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     context.Process(target=_keep_store, args=(sender, address, more), daemon=True).start()
@@ -85,7 +85,7 @@ def store_in_another_process(*address: Any, is_master: bool = False, **more: Any
 
 
 def _keep_store(sender: Connection, address: tuple, more: dict[str, Any]) -> None:
-    store = TCPStore(*address, is_master=True, **more)
+    store = TCPStore(*address, is_master=True, **more)  # type: ignore[misc]
     sender.send(store.port)
     wait_for_the_end_of_the_parent()
 
@@ -97,7 +97,8 @@ def prepare_for_script(script: str, flags: Sequence[str], output: str) -> None:
     with open(output, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.stdout.reconfigure(write_through=False, line_buffering=True)  # a line is written as one
+    # A line is written as one.
+    sys.stdout.reconfigure(write_through=False, line_buffering=True)  # type: ignore[union-attr]
     sys.argv = [script, *flags]
     sys.path[0:0] = [str(Path(script).parent)]
 
@@ -124,7 +125,12 @@ def become_script(
 
 
 def run_script(
-    script: str, *flags: str, ranks=1, env=None, cwd=ROOT, seconds=SECONDS
+    script: str,
+    *flags: str,
+    ranks: int = 1,
+    env: dict[str, str] | None = None,
+    cwd: str | Path = ROOT,
+    seconds: float = SECONDS,
 ) -> list[tuple[int, str]]:
     """Run `python SCRIPT FLAGS` as that many processes; exit status and output of each.
     env: what a launcher adds; {RANK} in a value becomes the rank."""
@@ -148,7 +154,9 @@ def run_script(
     ]
 
 
-def launch_script(script: str, *flags: str, ranks=2, env=None, **how: Any) -> list[tuple[int, str]]:
+def launch_script(
+    script: str, *flags: str, ranks: int = 2, env: dict[str, str] | None = None, **how: Any
+) -> list[tuple[int, str]]:
     """As `run_script`, for ranks that think torchrun has started them. env: more variables."""
     _store, variables = store_of_a_launcher(ranks)
     return run_script(script, *flags, ranks=ranks, env=variables | (env or {}), **how)

@@ -71,7 +71,9 @@ def changed_source(path: Path, changes: Sequence[Change]) -> str:
 compiled = cache(compile)  # the same text again and again, if a test takes many fresh modules
 
 
-def fresh_module(path: Path, changes: Sequence[Change] = (), register=False) -> types.ModuleType:
+def fresh_module(
+    path: Path, changes: Sequence[Change] = (), register: bool = False
+) -> types.ModuleType:
     """A program as a new module, changed. register: others import it, not the file."""
     name = path.stem if path.name != "train.py" else f"train_{path.parent.name}"
     if str(path.parent) not in sys.path:  # a script finds the files beside it

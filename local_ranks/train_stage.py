@@ -5,8 +5,8 @@ import os
 import sys
 import types
 from argparse import Namespace
-from collections.abc import Callable
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from io import StringIO
@@ -69,7 +69,7 @@ def load_stage(key: str, without: tuple[Change, ...] = ()) -> types.ModuleType:
     return [fresh_module(LESSON_FOLDERS[key] / file, without, register=True) for file in files][-1]
 
 
-def spawned_as(rank: int):
+def spawned_as(rank: int) -> AbstractContextManager:
     """Stage 03 starts no process: this one is that rank."""
 
     def spawn(train: Callable, args: tuple, nprocs: int) -> None:
@@ -90,7 +90,7 @@ def run_main(stage: types.ModuleType, rank: int, *flags: str) -> str:
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype):
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -142,12 +142,19 @@ def same_run(a: Run, b: Run) -> bool:
     return logs[0] == logs[1] and same_weights(a, b)
 
 
-def train_rank(rank: int, key: str, flags: tuple, dtype: torch.dtype, without) -> tuple[dict, str]:
+def train_rank(
+    rank: int, key: str, flags: tuple, dtype: torch.dtype, without: tuple[Change, ...]
+) -> tuple[dict, str]:
     """One rank of `train`: its last weights, and what it prints."""
-    stage = load_stage(key, without)
-    models = []
+    stage: Any = load_stage(key, without)
+    models: list[torch.nn.Module] = []
     build = stage.build_model
-    stage.build_model = lambda *args: models.append(build(*args)) or models[-1]
+
+    def build_and_keep(*args: Any) -> torch.nn.Module:
+        models.append(build(*args))
+        return models[-1]
+
+    stage.build_model = build_and_keep
     with default_dtype(dtype):
         output = run_main(stage, rank, *flags)
     state = {name: tensor.clone() for name, tensor in models[0].state_dict().items()}
@@ -155,7 +162,12 @@ def train_rank(rank: int, key: str, flags: tuple, dtype: torch.dtype, without) -
 
 
 def train(
-    key: str, world_size: int, *flags: str, dtype=torch.float64, without=(), folder=None
+    key: str,
+    world_size: int,
+    *flags: str,
+    dtype: torch.dtype = torch.float64,
+    without: tuple[Change, ...] = (),
+    folder: Path | None = None,
 ) -> Run:
     """Run a stage's main on that many ranks (01 and 02: always one), in float64 if not said."""
     folder = folder or scratch_folder()

@@ -150,8 +150,11 @@ def train_and_count(rank: int, names: list[str], plan: Any, samples: int) -> lis
     rows, steps = list[Results](), list[CountedStep]()
     for name in names:
         options = WAYS[name] if name in WAYS else STEP_OPTIONS[name]
-        count = partial(CountedStep, plan, samples, **options)
-        peak_bytes = peak.peak_of(plan.device, lambda count=count: steps.append(count()))
+
+        def count(options: dict[str, Any] = options) -> None:
+            steps.append(CountedStep(plan, samples, **options))
+
+        peak_bytes = peak.peak_of(plan.device, count)
         rows.append({"peak_bytes": peak_bytes, "held": steps.pop().held()})
         gc.collect()  # DDP and its model hold each other
     return rows

@@ -26,7 +26,7 @@ def link_with_requirements(name: str, folder: Path) -> None:
     tops = {Path(file).parts[0] for file in distribution.files or [] if Path(file).parts[0] != ".."}
     for top in tops - {"__pycache__"}:
         if not (folder / top).exists():
-            (folder / top).symlink_to(distribution.locate_file(top))
+            (folder / top).symlink_to(str(distribution.locate_file(top)))
     for requirement in distribution.requires or []:
         if "extra ==" not in requirement:
-            link_with_requirements(re.match(r"[\w.-]+", requirement)[0], folder)
+            link_with_requirements(re.split(r"[^\w.-]", requirement)[0], folder)

@@ -1,6 +1,7 @@
 """What every script does with GPUs, in a rehearsal: each rank takes its own, and puts all there."""
 
 import ast
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -78,7 +79,7 @@ def assert_nccl_refuses_a_shared_gpu(script: str) -> None:
 def assert_evaluation_sends_each_batch_to_the_gpu(key: str) -> None:
     """On tensors without data, which refuse to meet on two devices. The control sends nothing."""
     send = ("train.py", "images, labels = images.to(device), labels.to(device)")
-    silent = dict.fromkeys(("broadcast", "all_reduce"), lambda tensor, **_: None)
+    silent: dict[str, Any] = dict.fromkeys(("broadcast", "all_reduce"), lambda tensor, **_: None)
     # With all tensors on the GPU, it gets as far as reading its totals, which have no data here.
     for without, end in (((), DataDependentOutputException), ((send,), RuntimeError)):
         evaluate = load_stage(key, without).evaluate

@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 from durable import MARK
 from local_ranks.chapters import ROOT
@@ -24,7 +25,7 @@ def assert_one_line(output: str, *words: str) -> None:
     assert all(word in output for word in words), output
 
 
-def refusal(key: str, *flags: str, **how) -> str:
+def refusal(key: str, *flags: str, **how: Any) -> str:
     """What a script says that is refused: all ranks the same; of survive, one. No folder stays."""
     folder = scratch_folder()
     if key in SCRIPTS:

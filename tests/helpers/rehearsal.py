@@ -73,7 +73,9 @@ class NoteGpus(TorchFunctionMode):
     def __init__(self, log: RankLog) -> None:
         self.log, self.current = log, 0
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is torch.device:  # a device may say cuda here, as no tensor ever reaches it
             with torch._C.DisableTorchFunction():
                 return function(*args, **(kwargs or {}))
@@ -105,7 +107,9 @@ def pretend_gpus(gpus: int, log: RankLog) -> None:
     prove.watch.pretend_gpus.install(gpus)
     join, one_replica = dist.init_process_group, torch.nn.DataParallel.__init__
 
-    def init_process_group(backend: Any = None, *args: Any, device_id: Any = None, **more: Any):
+    def init_process_group(
+        backend: Any = None, *args: Any, device_id: Any = None, **more: Any
+    ) -> None:
         which = "" if device_id is None else f", device_id {torch.device(device_id).index}"
         log.calls.append(f"join {backend}{which}")
         join(backend, *args, **more)
@@ -116,13 +120,15 @@ def pretend_gpus(gpus: int, log: RankLog) -> None:
 
     notes = NoteGpus(log)
     notes.__enter__()
+    replica: Any = torch.nn.DataParallel
+    cuda: Any = torch.cuda
     dist.init_process_group = init_process_group
-    torch.nn.DataParallel.__init__ = replicate
-    torch.cuda.set_device, torch.cuda.device = notes.set_device, notes.device
-    torch.cuda.manual_seed = notes.manual_seed
-    torch.cuda.current_device = lambda: notes.current
+    replica.__init__ = replicate
+    cuda.set_device, cuda.device = notes.set_device, notes.device
+    cuda.manual_seed = notes.manual_seed
+    cuda.current_device = lambda: notes.current
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"{shown}{device.index}")
+    cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"{shown}{device.index}")
 
 
 def run_and_note_lines(code: CodeType, names: dict[str, Any], lines: set[int]) -> None:
