@@ -73,7 +73,7 @@ class Recorder:
         self.summary |= {"global_batch": args.batch_size, "local_batch": local_batch}
         if not self.is_rank_zero:
             return
-        open_run_folder(args, progress.step)
+        self.folder_lock = open_run_folder(args, progress.step)
         say(f"global batch {args.batch_size} = {args.batch_size // local_batch} × {local_batch}")
 
     def start_epoch(self, steps: int) -> None:

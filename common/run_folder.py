@@ -1,19 +1,17 @@
 """The folder of a run: one run at a time writes into it, and no line of a log is ever lost."""
 
 import fcntl
-import json
 import os
 import socket
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from common.options import UsageError
 
-locks: list[TextIO] = []  # of this process
 FILES = ("metrics.jsonl", "summary.json", "checkpoint.pt", "checkpoint.before.pt")
 
 
@@ -37,31 +35,6 @@ def append(path: Path, lines: Iterable[str]) -> None:
         file.write("".join(lines).encode())
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl in their order, one for each step; a run may be writing just now.
-
-    A resumed run takes some steps again. So a line replaces those before it that are of its step or
-    of a later one. What a crash has damaged is left out.
-    """
-    file = folder / "metrics.jsonl"
-    lines: list[dict[str, Any]] = []
-    for text in file.read_text(errors="replace").splitlines() if file.exists() else ():
-        if line := parse_line(text):
-            while lines and lines[-1]["step"] >= line["step"]:
-                lines.pop()
-            lines.append(line)
-    return lines
-
-
-def parse_line(text: str) -> dict[str, Any] | None:
-    """A line of metrics.jsonl, or None if it is damaged."""
-    with suppress(ValueError):
-        line = json.loads(text)
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            return line
-    return None
-
-
 def replace(path: Path, content: bytes | memoryview) -> None:
     """Give the file this content. A crash or a full disk leaves the old file, whole."""
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
@@ -73,7 +46,7 @@ def replace(path: Path, content: bytes | memoryview) -> None:
             unfinished.unlink(missing_ok=True)
 
 
-def open_run_folder(args: Namespace, step: int) -> None:
+def open_run_folder(args: Namespace, step: int) -> TextIO:
     """Lock --run-dir, and set aside the files of a run that this one does not resume.
 
     step: the last one of the checkpoint that was loaded; 0 without one, even for `--resume auto`.
@@ -81,18 +54,18 @@ def open_run_folder(args: Namespace, step: int) -> None:
     folder = args.run_dir
     with writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        lock(folder)
+        held = lock(folder)
         of_this_folder = step and (
             args.resume == "auto" or folder.samefile(Path(args.resume).parent)
         )
         if not of_this_folder:
             set_aside(folder)
+    return held
 
 
-def lock(folder: Path) -> None:
-    """Refuse a folder that another run writes to; else keep it until this process has ended."""
+def lock(folder: Path) -> TextIO:
+    """Refuse a folder that another run writes to. The lock ends when its file is closed."""
     file = (folder / ".lock").open("a+")
-    locks.append(file)  # to close it would end the lock
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no loader inherits it
     except BlockingIOError:
@@ -100,12 +73,13 @@ def lock(folder: Path) -> None:
         why = f"--run-dir {folder} is in use by {file.read() or 'another process'}"
         raise UsageError(f"{why}: wait until it has ended, or name another one") from None
     except OSError:  # this disk has no locks
-        return
+        return file
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
     for unfinished in folder.glob("*.*.tmp"):  # of a process that was killed
         unfinished.unlink()
+    return file
 
 
 def set_aside(folder: Path) -> None:

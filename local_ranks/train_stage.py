@@ -1,13 +1,11 @@
 """Train a stage as the tests do: in float64, on ranks of this machine, with lines left out."""
 
-import json
 import os
 import sys
 import types
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
-from dataclasses import dataclass
 from functools import cache
 from io import StringIO
 from itertools import product
@@ -21,10 +19,10 @@ from PIL import Image
 
 from common.data import load_dataset
 from common.options import make_parser
-from common.run_folder import read_metrics
 from local_ranks.chapters import ROOT
 from local_ranks.machine import scratch_folder
 from local_ranks.on_ranks import run_on_ranks
+from local_ranks.run_files import Run
 from local_ranks.stage_files import LESSON_FOLDERS, Change, fresh_module
 
 ON_CPU = ("--device=cpu", f"--data-dir={ROOT / 'data'}")
@@ -97,49 +95,6 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a run of a stage left behind: files, each rank's last weights, what rank 0 printed."""
-
-    folder: Path
-    states: list[dict[str, torch.Tensor]]
-    output: str
-
-    @property
-    def metrics(self) -> list[dict]:
-        return read_metrics(self.folder)
-
-    @property
-    def losses(self) -> torch.Tensor:
-        return torch.tensor([line["loss"] for line in self.metrics], dtype=torch.float64)
-
-    @property
-    def summary(self) -> dict:
-        return json.loads((self.folder / "summary.json").read_text())
-
-    @property
-    def checkpoint(self) -> dict:
-        return torch.load(self.folder / "checkpoint.pt", weights_only=True)
-
-
-def same_weights(a: Run, b: Run) -> bool:
-    """Whether two runs ended with the same bits: of weights, buffers and momenta."""
-
-    def result(run: Run) -> list:
-        saved = run.checkpoint
-        momenta = [state["momentum_buffer"] for state in saved["optimizer"]["state"].values()]
-        tensors = [*saved["model"].values(), *momenta]
-        return [saved["step"], saved.get("scaler"), *(tensor.tolist() for tensor in tensors)]
-
-    return result(a) == result(b)
-
-
-def same_run(a: Run, b: Run) -> bool:
-    """The same, and whether both logged the same steps."""
-    logs = [[(line["step"], line["lr"], line["loss"]) for line in run.metrics] for run in (a, b)]
-    return logs[0] == logs[1] and same_weights(a, b)
 
 
 def train_rank(

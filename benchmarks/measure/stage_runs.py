@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from benchmarks.variants import command_of
-from common.run_folder import read_metrics
 from local_ranks.chapters import ROOT
+from local_ranks.run_files import read_metrics
 from shm.cores import pin
 
 MANY = 10**6  # epochs: more than anybody waits for

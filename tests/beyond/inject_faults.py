@@ -43,13 +43,14 @@ from helpers.small_disk import CANNOT_MOUNT, can_mount, fill, small_disk
 from local_ranks.chapters import ROOT
 from local_ranks.machine import free_port
 from local_ranks.ranks import NEW_PROCESSES
+from local_ranks.run_files import Run, same_run, same_weights
 from local_ranks.scripts import (
     become_script,
     prepare_for_script,
     store_of_a_launcher,
     variables_of_rank,
 )
-from local_ranks.train_stage import Run, same_run, same_weights, train_once
+from local_ranks.train_stage import train_once
 
 SCRIPT = ROOT / "beyond/survive/train.py"
 # Trials run side by side in threads. Each reads the status of its own processes, and of no others.

@@ -11,11 +11,11 @@ import torch
 
 from common.data import load_dataset
 from common.options import make_parser
-from common.run_folder import read_metrics
 from helpers.refusals import assert_one_line, refusal
 from local_ranks.chapters import ROOT
 from local_ranks.machine import free_port
 from local_ranks.on_ranks import run_on_ranks
+from local_ranks.run_files import read_metrics, same_run
 from local_ranks.scripts import launcher_variables, run_script
 from local_ranks.train_stage import (
     FP32,
@@ -23,7 +23,6 @@ from local_ranks.train_stage import (
     load_stage,
     random_pictures,
     run_main,
-    same_run,
     train,
     train_once,
 )

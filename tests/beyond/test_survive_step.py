@@ -13,7 +13,8 @@ from helpers.replayed_runs import distances, replayed_flags
 from local_ranks import oracle
 from local_ranks.machine import scratch_folder
 from local_ranks.on_ranks import run_on_ranks
-from local_ranks.train_stage import FP32, ON_CPU, Run, load_stage, run_main, train, train_once
+from local_ranks.run_files import Run
+from local_ranks.train_stage import FP32, ON_CPU, load_stage, run_main, train, train_once
 
 CLIP = 0.5  # below the norm of nearly every step of these runs
 

@@ -167,3 +167,20 @@ def test_no_program_is_imported_in_place_of_another_one():
     assert names_of_several(paths) == []
     changed = [*paths, *(ROOT / "beyond" / name for name in ("calendar.py", "ring.py", "shm.py"))]
     assert names_of_several(changed) == ["calendar", "ring", "shm"], "the control"
+
+
+def chapters_out_of_reach(path: Path, source: str) -> set[str]:
+    """The chapters of other folders that a program imports, which has not put them on the path."""
+    others = {chapter.stem for chapter in PROGRAMS if chapter.parent != path.parent}
+    beside = {program.stem for program in path.parent.glob("*.py")}
+    has_path = "local_ranks.chapters" in imported(source, ["local_ranks.chapters"])
+    return set() if has_path else imported(source, others - beside)
+
+
+def test_a_program_reaches_each_chapter_that_it_imports():
+    """Also where it is started by itself: in a test, all chapters are on the path already."""
+    programs = [*PROGRAMS, *ROOT.glob("docs/tools/*.py")]
+    assert [path for path in programs if chapters_out_of_reach(path, path.read_text())] == []
+    zero = ROOT / "beyond/shard/zero.py"
+    changed = zero.read_text().replace("import local_ranks.chapters", "")  # the control
+    assert chapters_out_of_reach(zero, changed) == {"reducers"}

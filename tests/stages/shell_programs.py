@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from local_ranks.chapters import ROOT
-from local_ranks.train_stage import Run, same_run, train_once
+from local_ranks.run_files import Run, same_run
+from local_ranks.train_stage import train_once
 
 LAUNCH = ROOT / "04_ddp_torchrun" / "launch"
 MODEL = ("--model=net-bn", "--batch-size=60", "--device=cpu")

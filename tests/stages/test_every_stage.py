@@ -16,19 +16,18 @@ from common.models import build_model
 from local_ranks.chapters import ROOT
 from local_ranks.machine import scratch_folder
 from local_ranks.on_ranks import run_on_ranks
+from local_ranks.run_files import Run, same_run
 from local_ranks.scripts import run_script
 from local_ranks.train_stage import (
     FP32,
     ON_CPU,
     ONE_EPOCH,
-    Run,
     default_dtype,
     few_digits,
     load_stage,
     options,
     random_pictures,
     run_main,
-    same_run,
     train,
     train_once,
 )

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.run_folder import read_metrics
 from helpers.refusals import SCRIPTS, assert_one_line
 from local_ranks.chapters import ROOT
+from local_ranks.run_files import read_metrics
 from local_ranks.scripts import launch_script, run_script
 from local_ranks.train_stage import few_digits
 

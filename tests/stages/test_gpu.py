@@ -7,9 +7,9 @@ from torch import nn
 import peak
 from local_ranks.chapters import ROOT
 from local_ranks.on_ranks import on_ranks
+from local_ranks.run_files import Run
 from local_ranks.scripts import launch_script, run_script
 from local_ranks.stage_files import LESSON_FOLDERS
-from local_ranks.train_stage import Run
 from sync_batchnorm import convert_sync_batchnorm as by_hand
 
 pytestmark = pytest.mark.gpu

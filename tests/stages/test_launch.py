@@ -10,8 +10,9 @@ import torch
 from helpers.refusals import SCRIPTS
 from local_ranks.chapters import ROOT
 from local_ranks.machine import free_port
+from local_ranks.run_files import Run
 from local_ranks.scripts import launcher_variables, run_script
-from local_ranks.train_stage import ONE_EPOCH, Run, train_once
+from local_ranks.train_stage import ONE_EPOCH, train_once
 from repository_pages import fences
 
 

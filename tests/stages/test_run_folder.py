@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from common.options import UsageError
-from common.run_folder import append, lock, read_metrics, replace, set_aside
+from common.run_folder import append, lock, replace, set_aside
 from helpers.refusals import SCRIPTS, assert_one_line
 from helpers.small_disk import CANNOT_MOUNT, fill, small_disk
 from local_ranks.machine import is_running
 from local_ranks.ranks import NEW_PROCESSES
+from local_ranks.run_files import read_metrics
 from local_ranks.scripts import launch_script, run_script
 from local_ranks.train_stage import FP32, ONE_EPOCH, few_digits, train
 
@@ -23,7 +24,7 @@ FIVE_STEPS = (*few_digits(), *ONE_EPOCH)  # an epoch has 5 steps
 
 def train_forever(folder: Path, started: Path) -> None:
     """A run that keeps the folder, with a loader that was forked later."""
-    lock(folder)
+    _held = lock(folder)
     loader = os.fork()
     if loader:
         started.write_text(str(loader))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from local_ranks.train_stage import Run
+from local_ranks.run_files import Run
 from shell_programs import (
     LAUNCH,
     MODEL,
