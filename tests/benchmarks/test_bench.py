@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from functools import cache
+from itertools import chain
 
 import pytest
 import torch
@@ -251,14 +252,17 @@ def test_with_accumulation_views_save_at_the_peak_only_if_gradients_are_zeroed_i
     assert in_place < apart - GRADIENT_BYTES / 2
 
 
-def imports_between(source: str, target: str) -> list[str]:
-    """The files of one part of benchmarks/ that import from another one."""
-    files = (ROOT / "benchmarks" / source).glob("*.py")
-    return [path.name for path in files if f"benchmarks.{target}" in path.read_text()]
+def imports_of(folder: str) -> dict[str, set[str]]:
+    """What measures, tabulates or draws, as the programs of this folder import it."""
+    files = (ROOT / folder).glob("*.py")
+    pattern = r"^from (benchmarks\.measure\.?\w*|benchmarks\.tables|docs\.pictures)"
+    return {path.name: {*re.findall(pattern, path.read_text(), re.M)} for path in files}
 
 
-def test_what_measures_does_not_draw_and_what_draws_knows_only_the_form_of_a_recording():
-    assert imports_between("measure", "draw") == []
-    assert imports_between("draw", "measure") == ["step_pictures.py"]
-    text = (ROOT / "benchmarks" / "draw" / "step_pictures.py").read_text()
-    assert re.findall(r"benchmarks\.measure\S*", text) == ["benchmarks.measure.timeline_recorder"]
+def test_what_measures_neither_tabulates_nor_draws_which_knows_only_the_form_of_a_recording():
+    assert not {*chain(*imports_of("benchmarks/measure").values())} & {"benchmarks.tables", "docs.pictures"}
+    assert {*chain(*imports_of("benchmarks/tables").values())} == {"benchmarks.tables"}
+    drawing = imports_of("docs/pictures")
+    assert drawing.pop("draw.py") == {"benchmarks.tables", "docs.pictures"}
+    assert {*chain(*drawing.values())} == {"docs.pictures", "benchmarks.measure.timeline_recorder"}
+    assert "benchmarks.measure.timeline_recorder" in drawing["timeline.py"]
