@@ -72,15 +72,11 @@ faults: $(VENV)/ready  ## inject 460 faults into real runs, half an hour or more
 shm-suite: $(VENV)/ready  ## torch's own tests for backends, over gloo and shm: packages/shm/tests/torch_suite.json
 	$(RUN) packages/shm/tests/torch_suite.py
 
-pages-quick: $(VENV)/ready  ## write every lesson.diff, its parts in the pages, the puzzles' answers, the index, the Chinese pages
-	$(RUN) docs/tools/write_lessons.py
-	$(RUN) docs/tools/write_puzzles.py
-	$(RUN) docs/tools/write_index.py
-	$(RUN) docs/tools/update_translations.py
+pages-quick: $(VENV)/ready  ## write diffs, tables and the puzzles' answers into the pages, the Chinese ones too
+	$(RUN) docs/tools/refresh_pages.py --quick
 
-pages: $(VENV)/ready  ## run the tour and every command whose output a page shows, and put it there
+pages: $(VENV)/ready  ## the same, and run the tour and every command whose output a page shows
 	$(RUN) docs/tools/refresh_pages.py
-	$(MAKE) pages-quick
 
 site: _site/ready  ## all pages as a site, in English and in Chinese: _site/index.html
 

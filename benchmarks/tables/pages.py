@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.result_files import GPU, MACHINE, Results, load
-from benchmarks.tables import measurements, tour_report
+from benchmarks.tables import measurements, puzzles, tour_report
 
 ORIGIN = "origin of "  # before the name of a table
 
@@ -67,6 +67,7 @@ TABLES = {
     "formats": Table(GPU, measurements.formats, on_gpu("formats")),
     "peaks": Table(GPU, measurements.peaks, on_gpu("peaks")),
     "gloo": Table(GPU, measurements.gloo, on_gpu("gloo")),
+    "puzzles": Table("puzzles", puzzles.puzzles),
     "pauses": Table("injected_faults", measurements.pauses, ("pauses",)),
 }
 

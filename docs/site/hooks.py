@@ -145,10 +145,11 @@ class AsOnGitHub(SphinxTransform):
         link["refuri"], link["internal"] = address + mark + anchor, True
 
     def below(self) -> Iterator[tuple[str | None, list[str]]]:
-        """Lists of pages, each with its caption, in the order of docs/index.md."""
-        listed = Path(self.env.doc2path("docs/index")).read_text(encoding="utf-8")
-        paths = re.findall(r"\]\(\.\./([^)#]+\.(?:md|ipynb))", listed)
-        order = {self.env.path2doc(path): -at for at, path in enumerate(reversed(paths))}
+        """Lists of pages, each with its caption, in the order in which this page links to them."""
+        text = Path(self.env.doc2path(self.env.docname)).read_text(encoding="utf-8")
+        paths = re.findall(r"\]\(([^)#]+\.(?:md|ipynb))", text)
+        linked = [self.env.path2doc(self.env.relfn2path(path)[0]) for path in paths]
+        order = {name: -at for at, name in enumerate(reversed(linked))}
         rest = sorted(self.env.found_docs - {*MAIN}, key=lambda name: (order.get(name, 0), name))
         folder = self.env.docname.rpartition("/")[0]
         if self.env.docname == "index":

@@ -1,6 +1,6 @@
 """Write the English fences and numbers into the Chinese pages, and list those that are older.
 
-    python docs/tools/update_translations.py                 # `make pages-quick` calls it
+    python docs/tools/update_translations.py                 # as `make pages-quick` does
     python docs/tools/update_translations.py --translated    # after a translation: none is older
 
 The Chinese version of README.md is README.zh.md; of a folder's README.md, docs/zh/FOLDER.md. Its
@@ -69,11 +69,12 @@ def translated(english: str, chinese: str) -> str:
     return replace_each(NUMBER, numbers, chinese)
 
 
-def main() -> None:
+def update(translated: bool = False) -> None:
+    """Refresh the Chinese pages and name the older ones; after a translation, none is older."""
     for page, translation in translated_pages():
         english, chinese = page.read_text(), translation.read_text()
         chinese = refreshed(english, chinese)
-        if "--translated" in sys.argv:
+        if translated:
             chinese = DIGEST.sub(f"<!-- of the English: {digest(english)} -->", chinese)
         translation.write_text(chinese)
         if DIGEST.findall(chinese) != [digest(english)]:
@@ -81,4 +82,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    update("--translated" in sys.argv)

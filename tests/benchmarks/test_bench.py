@@ -260,7 +260,10 @@ def imports_of(folder: str) -> dict[str, set[str]]:
 
 
 def test_what_measures_neither_tabulates_nor_draws_which_knows_only_the_form_of_a_recording():
-    assert not {*chain(*imports_of("benchmarks/measure").values())} & {"benchmarks.tables", "docs.pictures"}
+    assert not {*chain(*imports_of("benchmarks/measure").values())} & {
+        "benchmarks.tables",
+        "docs.pictures",
+    }
     assert {*chain(*imports_of("benchmarks/tables").values())} == {"benchmarks.tables"}
     drawing = imports_of("docs/pictures")
     assert drawing.pop("draw.py") == {"benchmarks.tables", "docs.pictures"}

@@ -11,7 +11,17 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
-from convert_cases import CLASSIFIER, CONVERT, DETECTOR, converted, launch, load, proof
+from convert_cases import (
+    CLASSIFIER,
+    CONVERT,
+    DETECTOR,
+    converted,
+    launch,
+    load,
+    proof,
+    script_of,
+    versions,
+)
 from helpers.local_ranks import on_ranks, run_on_ranks, run_script
 from helpers.outputs import differences
 from helpers.prove_runs import TORCHRUN, run
@@ -20,12 +30,10 @@ from repository_pages import ROOT, fences, shell
 
 @pytest.mark.parametrize(("folder", "count", "lines"), [(CLASSIFIER, 6, 80), (DETECTOR, 8, 230)])
 def test_the_diffs_lead_to_the_script_for_many_gpus_and_are_short(folder, count, lines):
-    steps = load("apply_steps.py")
-    texts = steps.scripts(folder)
-    diffs = [path.read_text() for path in steps.steps(folder)]
-    readme = steps.PAGES[folder].read_text()
+    steps, script = load("apply_steps.py"), script_of(folder)
+    texts = steps.versions_of(script)
+    diffs = [path.read_text() for path in steps.diffs_of(script)]
     assert steps.fresh_diffs(texts) == diffs, "run: python beyond/convert/apply_steps.py"
-    assert steps.show(readme, diffs) == readme
     assert len(texts[0].splitlines()) <= lines
     changed = [sum(x[0] in "+-" for x in diff.splitlines()[2:]) for diff in diffs]
     assert (len(changed), max(changed) <= 15) == (count, True)
@@ -57,7 +65,7 @@ def verdicts_on_the_page() -> list[dict[str, str]]:
 @pytest.mark.parametrize("step", range(1, 7))
 def test_after_each_step_prove_says_what_the_page_says(step, tmp_path):
     few_digits(tmp_path)
-    script = load("apply_steps.py").scripts()[step]
+    script = versions(CLASSIFIER)[step]
     verdict_of, on_the_page = proof(tmp_path, script), verdicts_on_the_page()[step - 1]
     for check, verdict in on_the_page.items():
         assert verdict_of.get(check, "-").replace("not seen", "-") == verdict, check
@@ -70,7 +78,7 @@ def test_the_page_shows_what_the_classifier_prints_and_what_prove_says_after_ste
     epochs, table = (fence.text for fence in fences("text", [CONVERT / "README.md"]))
     [(_, printed)] = run_script(str(CLASSIFIER / "classifier.py"), "--epochs=1", cwd=tmp_path)
     assert differences(epochs.splitlines()[0], printed, percent=0.02) == []
-    script = load("apply_steps.py").scripts()[1]
+    script = versions(CLASSIFIER)[1]
     (tmp_path / "mine.py").write_text(script)
     ended = run(tmp_path, *TORCHRUN, "mine.py")
     for part in table.split("...\n"):

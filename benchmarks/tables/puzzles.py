@@ -1,24 +1,16 @@
-"""Write the list of the puzzles and their answers into the puzzles' page.
-
-    python docs/tools/write_puzzles.py
-
-`make pages-quick` calls it. What a mistake costs comes from benchmarks/results/puzzles.json.
-"""
+"""The list of the puzzles, and their answers: what each mistake is, who sees it, what it cost."""
 
 from pathlib import Path
 from typing import Any
 
-from benchmarks.result_files import load
-from common.chapters import load_program
+from benchmarks.result_files import Results
+from common.chapters import ROOT, load_program
 from prove.judge.table import WRONG
-from repository_pages import ROOT
 
 check_answer = load_program("beyond/puzzles", "check_answer")
 traces = load_program("beyond/puzzles", "traces")
 
-PAGE = ROOT / "beyond" / "puzzles" / "README.md"
-MARK = "<!-- docs/tools/write_puzzles.py writes what follows -->\n"
-TO_ROOT = Path("..", "..")
+TO_ROOT = Path("..", "..")  # from the page
 
 
 def found_by(puzzle: Any, runs: dict) -> str:
@@ -30,6 +22,7 @@ def found_by(puzzle: Any, runs: dict) -> str:
 
 
 def answer(puzzle: Any, runs: dict) -> str:
+    change = "".join(puzzle.diff.splitlines(keepends=True)[2:]).rstrip()  # no names of files
     repository, _, number = puzzle.report.removeprefix("https://github.com/").rsplit("/", 2)
     return f"""
 <details>
@@ -39,44 +32,36 @@ def answer(puzzle: Any, runs: dict) -> str:
 
 What it cost: {check_answer.cost(puzzle)}. Reported in [{repository}#{number}]({puzzle.report}).
 
-<!-- an answer -->
+<!-- part of: answers/{puzzle.number:02}.diff -->
 ```{"diff"}
-{puzzle.diff.rstrip()}
+{change}
 ```
 
 </details>
 """
 
 
-def page_part() -> str:
-    results = load(check_answer.COST.stem)
+def puzzles(results: Results) -> str:
     rows = "".join(
         f"| {p.number} | [{p.style}]({p.script}) | {p.purpose} "
         f"| [{title(TO_ROOT / p.belongs_to)}]({TO_ROOT / p.belongs_to}) |\n"
         for p in traces.PUZZLES
     )
     seeds = len(results["puzzles"]["1"]["with"])
-    origin, costs = results["provenance"], TO_ROOT / check_answer.COST.relative_to(ROOT)
+    costs = TO_ROOT / check_answer.COST.relative_to(ROOT)
     answers = "".join(answer(p, results["puzzles"][str(p.number)]) for p in traces.PUZZLES)
-    return f"""{MARK}
+    return f"""\
 | N | script | what it does | what you need to know |
 |---|---|---|---|
 {rows}
 ## Answers
 
 Each cost is the mean of {seeds} seeds on two ranks, in the precision that the script has \
-({origin["hardware"]}, torch {origin["torch"]}, {origin["date"]}: [all of them]({costs})).
-{answers}
-Back to [the start](../../README.md).
-"""
+([all of them]({costs})).
+{answers.rstrip()}"""
 
 
 def title(page: Path) -> str:
     """What the table calls it."""
     name = page.stem if page.stem != "README" else page.parent.name
     return name.split("_")[0] if name[0].isdigit() else name
-
-
-if __name__ == "__main__":
-    PAGE.write_text(PAGE.read_text().partition(MARK)[0] + page_part())
-    print(f"wrote the answers of {PAGE.relative_to(ROOT)}")
