@@ -25,7 +25,7 @@ from sphinx.transforms import SphinxTransform
 
 from chinese import CHINESE, IN_ENGLISH, Words, moved, translation, word
 from code_pages import code_list, collect
-from repository_pages import MAIN_PATH
+from repository_pages import MAIN_PATH, WIDGET
 
 STAGE_PAGES = MAIN_PATH[1:]
 SWITCH = r"\A\[(中文|English)\]\(.*\)\n"  # of the language: the site has its own
@@ -71,8 +71,7 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
     text = re.sub(SWITCH, "", text)
     # Under a widget stands its picture, for GitHub, and a sentence that leads to this site.
     text = re.sub(r"^(<!-- widget: \w+ -->\n\n!.+\n)\n.*`make serve`.*\n", r"\1", text, flags=re.M)
-    widget = r'<div class="widget" data-widget="\1"></div>'
-    source[0] = re.sub(r"^<!-- widget: (\w+) -->$", widget, text, flags=re.M)
+    source[0] = WIDGET.sub(r'<div class="widget" data-widget="\1"></div>', text)
 
 
 def slugs(text: str) -> list[str]:

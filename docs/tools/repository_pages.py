@@ -69,6 +69,11 @@ TEST_FILES = sorted(path for each in TEST_FOLDERS for path in ROOT.glob(f"{each}
 FENCE = re.compile(
     r"(?:<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S
 )
+COMMENT = re.compile(r"<!-- ([^\n]*?) -->")
+KINDS = {"in the suite", "output of", "lesson", "part of", "break it", "table", "widget"}
+KINDS |= {"end of table", "of the English"}  # the last one: see update_translations.py
+IN_SUITE = re.compile(r"in the suite: (?P<how>add|run|nothing)\b,? (?P<rest>.+)")
+WIDGET = re.compile(r"^<!-- widget: (?P<name>\w+) -->$", re.M)
 BREAK = re.compile(r"break it: (?P<file>[\w.]+) (?P<test>test_\w+)")
 TABLE = re.compile(r"<!-- table: (?P<name>.+?) -->\n(?P<text>.*?)<!-- end of table -->", re.S)
 OUTPUT = re.compile(

@@ -15,10 +15,9 @@ from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
-from repository_pages import ROOT
+from repository_pages import ROOT, TABLE
 
 FENCE = re.compile(r"^```\w+\n[\s\S]*?^```$", re.M)
-MEASURED = re.compile(r"^<!-- table: .+? -->\n[\s\S]*?<!-- end of table -->$", re.M)
 NUMBER = re.compile(r"(?<![A-Za-z\d])\d+(?:[.,]\d+)*")
 DIGEST = re.compile(r"<!-- of the English: (\w+) -->")
 
@@ -40,7 +39,7 @@ def translated_pages(root: Path = ROOT) -> Iterator[tuple[Path, Path]]:
 
 def digest(english: str) -> str:
     """Of the prose: a fence or a measured number that changes needs no new translation."""
-    prose = MEASURED.sub("", FENCE.sub("", english.partition("\n## All claims\n")[0]))
+    prose = TABLE.sub("", FENCE.sub("", english.partition("\n## All claims\n")[0]))
     return sha256(" ".join(prose.split()).encode()).hexdigest()[:8]
 
 
@@ -51,8 +50,8 @@ def replace_each(pattern: re.Pattern[str], texts: list[str], chinese: str) -> st
 
 def refreshed(english: str, chinese: str) -> str:
     """The Chinese page with the English page's fences and measured numbers."""
-    for pattern in (FENCE, MEASURED):
-        new, old = pattern.findall(english), pattern.findall(chinese)
+    for pattern in (FENCE, TABLE):
+        new, old = ([m[0] for m in pattern.finditer(page)] for page in (english, chinese))
         if len(new) == len(old):
             new = [translated(*pair) for pair in zip(new, old, strict=True)]
             chinese = replace_each(pattern, new, chinese)

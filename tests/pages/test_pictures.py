@@ -8,7 +8,7 @@ import pytest
 from benchmarks import result_files
 from check_pages import CHINESE
 from docs.pictures import draw, timeline
-from repository_pages import ALL_PAGES
+from repository_pages import ALL_PAGES, WIDGET
 
 
 @pytest.mark.parametrize("name", draw.PICTURES)
@@ -41,5 +41,6 @@ def test_every_picture_stands_on_a_page_and_has_a_description_there():
 
 def test_under_every_widget_stands_a_picture_that_github_shows():
     for page in (*ALL_PAGES, *CHINESE):
-        for after in page.read_text().split("<!-- widget: ")[1:]:
-            assert re.match(r"\w+ -->\n\n!\[.+\]\(.+\.svg\)\n", after), page
+        text = page.read_text()
+        for widget in WIDGET.finditer(text):
+            assert re.match(r"\n\n!\[.+\]\(.+\.svg\)\n", text[widget.end() :]), page

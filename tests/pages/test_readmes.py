@@ -11,7 +11,16 @@ from check_pages import CHINESE
 from helpers.local_ranks import launch_script, run_script
 from helpers.machine import scratch_folder
 from helpers.outputs import differences
-from repository_pages import ALL_PAGES, BREAK, ROOT, TABLE, diff_shown, fences, shell
+from repository_pages import (
+    ALL_PAGES,
+    BREAK,
+    IN_SUITE,
+    ROOT,
+    TABLE,
+    diff_shown,
+    fences,
+    shell,
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +66,15 @@ def run(command: str, cwd: Path) -> str:
 
 @pytest.mark.parametrize("fence", fences("bash"), ids=lambda fence: fence.name)
 def test_every_command_runs(fence, copy):
-    verb, _, rest = fence.note.removeprefix("in the suite: ").partition(" ")
-    if verb.startswith("nothing"):
+    match = IN_SUITE.fullmatch(fence.note)
+    how, rest = match.groups() if match else ("", "")
+    if how == "nothing":
         pytest.skip(f"says the README itself: {rest}")
-    text = rest if verb == "run" else re.sub(r" +# .*", "", fence.text)
+    text = rest if how == "run" else re.sub(r" +# .*", "", fence.text)
     for name, value in re.findall(r'^(\w+)="(.+)"$', text, re.M):
         text = text.replace(f'{name}="{value}"\n', "").replace(f"${name} ", f"{value} ")
     lines = text.strip().splitlines()
-    if verb == "add":
+    if how == "add":
         lines = [f"{line} {rest}" if line and line[0] != "#" else line for line in lines]
     apart = all(re.match(r"python \w+/|torchrun|printf|mkdir|patch", line) for line in lines)
     for command in lines if apart else ["\n".join(lines)]:
