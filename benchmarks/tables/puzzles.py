@@ -22,7 +22,7 @@ def found_by(puzzle: Any, runs: dict) -> str:
 
 
 def answer(puzzle: Any, runs: dict) -> str:
-    change = "".join(puzzle.diff.splitlines(keepends=True)[2:]).rstrip()  # no names of files
+    change = "".join(puzzle.diff.splitlines(keepends=True)[2:])  # without names of files
     repository, _, number = puzzle.report.removeprefix("https://github.com/").rsplit("/", 2)
     return f"""
 <details>
@@ -34,8 +34,7 @@ What it cost: {check_answer.cost(puzzle)}. Reported in [{repository}#{number}]({
 
 <!-- part of: answers/{puzzle.number:02}.diff -->
 ```{"diff"}
-{change}
-```
+{change}```
 
 </details>
 """
