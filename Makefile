@@ -10,7 +10,7 @@ SPHINX := $(SITE)/bin/python -m sphinx -q -E -W --keep-going -j auto -c docs/sit
 # Whose types are checked: all that is imported by name. Each stage has a train.py, beside it.
 STAGES := $(sort $(dir $(wildcard 0*_*/train.py beyond/*/train.py)))
 TYPED := $(wildcard conftest.py common/*.py local_ranks/*.py tests/helpers/*.py notebooks/*.py)
-TYPED += $(wildcard benchmarks/*.py benchmarks/*/*.py docs/tools/*.py)
+TYPED += $(wildcard benchmarks/*.py benchmarks/*/*.py docs/tools/*.py docs/pictures/*.py)
 TYPED += $(wildcard 0*_*/[!0-9]*.py 0*_*/*/[!0-9]*.py beyond/*/[!0-9]*.py)
 TYPED += $(wildcard packages/*/src/*/*.py packages/*/evidence/*/*.py)
 TYPED += $(wildcard packages/prove/src/prove/judge/*.py packages/prove/src/prove/watch/*.py)
@@ -56,7 +56,7 @@ gpu: $(VENV)/ready  ## on a GPU: run and measure all that needs one, in ten minu
 	$(RUN) benchmarks/gpu.py $(FLAGS)
 
 pictures: $(VENV)/ready  ## draw the pictures of the pages from the committed results
-	$(RUN) benchmarks/pictures.py
+	$(RUN) docs/pictures/draw.py
 
 notebooks: $(VENV)/ready  ## execute the notebooks in place: three minutes
 	$(RUN) notebooks/execute.py $(FLAGS)
@@ -75,15 +75,11 @@ faults: $(VENV)/ready  ## inject 460 faults into real runs, half an hour or more
 shm-suite: $(VENV)/ready  ## torch's own tests for backends, over gloo and shm: packages/shm/tests/torch_suite.json
 	$(RUN) packages/shm/tests/torch_suite.py
 
-pages-quick: $(VENV)/ready  ## write every lesson.diff, its parts in the pages, the puzzles' answers, the index, the Chinese pages
-	$(RUN) docs/tools/write_lessons.py
-	$(RUN) docs/tools/write_puzzles.py
-	$(RUN) docs/tools/write_index.py
-	$(RUN) docs/tools/update_translations.py
+pages-quick: $(VENV)/ready  ## write diffs, tables and the puzzles' answers into the pages, the Chinese ones too
+	$(RUN) docs/tools/refresh_pages.py --quick
 
-pages: $(VENV)/ready  ## run the tour and every command whose output a page shows, and put it there
+pages: $(VENV)/ready  ## the same, and run the tour and every command whose output a page shows
 	$(RUN) docs/tools/refresh_pages.py
-	$(MAKE) pages-quick
 
 site: _site/ready  ## all pages as a site, in English and in Chinese: _site/index.html
 

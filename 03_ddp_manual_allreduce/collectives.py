@@ -5,7 +5,7 @@
 Rank r holds 10^r, so the place of a digit tells from which rank it came. Where a rank needs a
 number for each rank, it holds 1, 2, 3, ... times 10^r: there the digit tells for which rank it is.
 A collective is a call that all ranks make, in the same order, with tensors of the same shape and
-dtype; traps.py shows what happens if they do not.
+dtype; collectives.md says what happens if they do not.
 """
 
 from collections.abc import Callable

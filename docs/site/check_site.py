@@ -24,7 +24,7 @@ from repository_pages import MAIN_PATH, ROOT
 OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
 OPTIONS += ["--disable-sync", "--disable-background-networking", "--disable-component-update"]
 SAMPLE = ["zh/" * (i % 2) + f"{folder}/index.html" for i, folder in enumerate(MAIN_PATH)]
-SAMPLE += ["zh/docs/claims.html", "04_ddp_torchrun/lesson.diff.html", "01_single_gpu/train.py.html"]
+SAMPLE += ["zh/docs/claims.html", "01_single_gpu/train.py.html"]
 WIDTHS = (390, 1400)  # of a phone and of a laptop, in pixels
 DRAWN = "[...document.querySelectorAll('pre.mermaid')].every((each) => each.querySelector('svg'))"
 WIDE = """[document.documentElement, document.querySelector('.content')]  // what could scroll

@@ -28,7 +28,6 @@ CHINESE = {  # what we add, and what Furo says, which has no translation
 IN_ENGLISH = {  # what the Chinese site calls pages that have no Chinese version
     "docs/two_gpus": "哪里可以用到两个 GPU（英文）",
     "beyond/index": "数据并行之后（英文）",
-    "docs/index": "全部程序和页面（英文）",
     "common/index": "各阶段的共用部分（英文）",
     "benchmarks/tour": "逐行解释全程运行（英文）",
     "benchmarks/bench": "哪个阶段最快（英文）",

@@ -34,7 +34,7 @@ def code_list(app: Sphinx, pagename: str) -> str:
     folder = pagename.rpartition("/")[0]
     beside = [n for n in all_code(app) if n.rpartition("/")[0] == folder != ""]
     beside = [name for name in beside if Path(name).suffix in CODE]
-    beside.sort(key=lambda n: (not n.endswith("/train.py"), not n.endswith("/lesson.diff"), n))
+    beside.sort(key=lambda n: (not n.endswith("/train.py"), n))
     links = [f'<li><a href="{Path(n).name}.html">{Path(n).name}</a></li>' for n in beside]
     return f"<ul>{''.join(links)}</ul>" if links else ""
 

@@ -25,7 +25,7 @@ from sphinx.transforms import SphinxTransform
 
 from chinese import CHINESE, IN_ENGLISH, Words, moved, translation, word
 from code_pages import code_list, collect
-from repository_pages import MAIN_PATH
+from repository_pages import MAIN_PATH, WIDGET
 
 STAGE_PAGES = MAIN_PATH[1:]
 SWITCH = r"\A\[(中文|English)\]\(.*\)\n"  # of the language: the site has its own
@@ -71,8 +71,7 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
     text = re.sub(SWITCH, "", text)
     # Under a widget stands its picture, for GitHub, and a sentence that leads to this site.
     text = re.sub(r"^(<!-- widget: \w+ -->\n\n!.+\n)\n.*`make serve`.*\n", r"\1", text, flags=re.M)
-    widget = r'<div class="widget" data-widget="\1"></div>'
-    source[0] = re.sub(r"^<!-- widget: (\w+) -->$", widget, text, flags=re.M)
+    source[0] = WIDGET.sub(r'<div class="widget" data-widget="\1"></div>', text)
 
 
 def slugs(text: str) -> list[str]:
@@ -145,10 +144,11 @@ class AsOnGitHub(SphinxTransform):
         link["refuri"], link["internal"] = address + mark + anchor, True
 
     def below(self) -> Iterator[tuple[str | None, list[str]]]:
-        """Lists of pages, each with its caption, in the order of docs/index.md."""
-        listed = Path(self.env.doc2path("docs/index")).read_text(encoding="utf-8")
-        paths = re.findall(r"\]\(\.\./([^)#]+\.(?:md|ipynb))", listed)
-        order = {self.env.path2doc(path): -at for at, path in enumerate(reversed(paths))}
+        """Lists of pages, each with its caption, in the order in which this page links to them."""
+        text = Path(self.env.doc2path(self.env.docname)).read_text(encoding="utf-8")
+        paths = re.findall(r"\]\(([^)#]+\.(?:md|ipynb))", text)
+        linked = [self.env.path2doc(self.env.relfn2path(path)[0]) for path in paths]
+        order = {name: -at for at, name in enumerate(reversed(linked))}
         rest = sorted(self.env.found_docs - {*MAIN}, key=lambda name: (order.get(name, 0), name))
         folder = self.env.docname.rpartition("/")[0]
         if self.env.docname == "index":

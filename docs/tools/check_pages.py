@@ -3,9 +3,10 @@
     python docs/tools/check_pages.py    # as `make check-pages`
 
 Links and anchors lead somewhere, in English and in Chinese. A python fence that is a part of a file
-still is one, and a test that a page names exists. No page shows the samples/s of a single run, as
-speeds are compared in tables that are measured together. The main path explains each term of the
-glossary before it uses it, and each of its pages has at most 900 words.
+still is one, a test that a page names exists, and a comment is of a kind that some program reads.
+No page shows the samples/s of a single run, as speeds are compared in tables that are measured
+together. The main path explains each term of the glossary before it uses it, and each of its pages
+has at most 900 words.
 """
 
 import re
@@ -16,10 +17,20 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from repository_pages import ALL_PAGES, MAIN_PATH, ROOT, SPEED, TEST_FILES, fences
+from repository_pages import (
+    ALL_PAGES,
+    COMMENT,
+    KINDS,
+    MAIN_PATH,
+    ROOT,
+    SPEED,
+    TEST_FILES,
+    fences,
+)
 from update_translations import translated_pages
 
 WORDS = 900  # of a page of the main path, at most
+FENCED = r"^```.*?^```$"
 LINK = r"!?\[([^\]]*)\]\([^)]*\)"
 TERM = re.compile(r'^\| (?:<a id="[\w-]+"></a>)+(?P<term>.+?) \|', re.M)  # a row of the glossary
 COUNTED = re.compile(r"[一-鿿]|[^\W一-鿿]+")  # Chinese characters, and words in other letters
@@ -29,7 +40,8 @@ TESTS = "".join(path.read_text() for path in TEST_FILES)
 
 
 def without_fences(page: Path) -> str:
-    return re.sub(r"^```.*?^```$|<!--.*?-->", "", page.read_text(), flags=re.M | re.S)
+    """The text without comments, too."""
+    return re.sub(rf"{FENCED}|<!--.*?-->", "", page.read_text(), flags=re.M | re.S)
 
 
 def running_text(page: Path) -> str:
@@ -84,6 +96,9 @@ def faults(page: Path) -> Iterator[str]:
         where = page.parent / file if file else page
         if not where.exists() or (anchor and anchor not in anchors(where)):
             yield f"leads nowhere: {target}"
+    for comment in COMMENT.findall(re.sub(FENCED, "", page.read_text(), flags=re.M | re.S)):
+        if comment.partition(": ")[0] not in KINDS:
+            yield f"has a comment that nothing reads: {comment}"
     for fence in fences("python", [page]):
         kind, _, file = fence.note.partition(": ")
         is_part = kind == "part of" and page not in CHINESE

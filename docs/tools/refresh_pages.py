@@ -1,17 +1,20 @@
-"""Write into the pages what their programs print today: the tour, all tables, and all outputs.
+"""Write into the pages what their programs print today, and what files and results hold.
 
-    python docs/tools/refresh_pages.py
+    python docs/tools/refresh_pages.py            # as `make pages`
+    python docs/tools/refresh_pages.py --quick    # as `make pages-quick`: it runs no program
 
-`make pages` calls it. It runs the tour, whose results it stores, and every command of
-an `output of:` fence.
+It writes the parts of diffs, the tables, and every output whose command a page names; but first it
+runs the tour, and stores its results. Last come the Chinese pages.
 """
 
 import json
 import re
+from argparse import ArgumentParser
 
-from benchmarks.draw.tables import text_of
+import update_translations
 from benchmarks.result_files import RESULTS, save
-from repository_pages import ALL_PAGES, ROOT, TABLE, fences, shell, without_speeds
+from benchmarks.tables.pages import text_of
+from repository_pages import ALL_PAGES, ROOT, TABLE, diff_shown, fences, shell, without_speeds
 
 
 def run(command: str) -> str:
@@ -31,6 +34,13 @@ def write_outputs() -> None:
             fence.write(without_speeds(run(fence.command)))
 
 
+def write_diffs() -> None:
+    for fence in reversed(fences("diff", ALL_PAGES)):
+        shown = diff_shown(fence)
+        if shown is not None:
+            fence.write(shown)
+
+
 def fresh_table(match: re.Match[str]) -> str:
     name = match["name"]
     return f"<!-- table: {name} -->\n\n{text_of(name)}\n\n<!-- end of table -->"
@@ -41,7 +51,17 @@ def write_tables() -> None:
         page.write_text(TABLE.sub(fresh_table, page.read_text()))
 
 
-if __name__ == "__main__":
-    run_tour()
+def main() -> None:
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="run neither the tour nor a command")
+    args = parser.parse_args()
+    if not args.quick:
+        run_tour()
+        write_outputs()
     write_tables()
-    write_outputs()
+    write_diffs()
+    update_translations.update()
+
+
+if __name__ == "__main__":
+    main()

@@ -13,10 +13,18 @@ measurement. What another CPU may print differently stands behind the command:
     <!-- output of: COMMAND; decimals within 2 % -->        numbers with a point or an exponent
     <!-- output of: COMMAND; whole numbers within 5 -->     measured ones; otherwise they are counts
 
-Between <!-- table: NAME --> and <!-- end of table --> stands what benchmarks/draw/tables.py makes.
-Above a diff fence stands which part of the stage's lesson.diff it shows: see write_lessons.py; or
-<!-- break it: FILE TEST -->: with this change to the file, the test fails. Above a python fence may
-stand <!-- part of: FILE -->: it is a part of that file, word for word; ... leaves lines out.
+Above a diff fence stands one of
+
+    <!-- lesson: FIRST ... LAST -->  what differs between the train.py beside the page and the one
+                                     of the stage before, from a line to a line that begin so
+    <!-- part of: FILE.diff -->      all of that file but its first two lines
+    <!-- break it: FILE TEST -->     with this change to the file, the test fails
+
+and `make pages-quick` writes the first two. <!-- part of: FILE --> above a python fence says that
+it is a part of that file, word for word; ... leaves lines out.
+
+Between <!-- table: NAME --> and <!-- end of table --> stands what benchmarks/tables/pages.py makes,
+and <!-- widget: NAME --> is a place where the site has something to play with.
 """
 
 import os
@@ -24,6 +32,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +40,13 @@ ROOT = Path(__file__).resolve().parents[2]
 # The main path, in the order in which it is read.
 MAIN_PATH = [".", "01_single_gpu", "02_data_parallel", "03_ddp_manual_allreduce"]
 MAIN_PATH += ["04_ddp_torchrun", "05_amp_syncbn", "beyond/survive", "beyond/convert"]
+PARENTS = {  # of each train.py that teaches a difference: the folder of the one before
+    "02_data_parallel": "01_single_gpu",
+    "03_ddp_manual_allreduce": "01_single_gpu",
+    "04_ddp_torchrun": "03_ddp_manual_allreduce",
+    "05_amp_syncbn": "04_ddp_torchrun",
+    "beyond/survive": "05_amp_syncbn",
+}
 PAGES = (
     "*.md",
     "0?_*/**/*.md",
@@ -45,16 +61,19 @@ PAGES = (
 # The English pages; for the others, see update_translations.py.
 ALL_PAGES = [path for pattern in PAGES for path in sorted(ROOT.glob(pattern))]
 ALL_PAGES = [path for path in ALL_PAGES if not path.match("*.zh.md")]
-# These show commands for a folder of the reader's, and diffs of no stage: see test_convert.py.
-CONVERT = {
-    ROOT / "beyond/convert" / x for x in ("README.md", "examples/README.md", "detector/README.md")
-}
+# These show commands for a folder of the reader's: see test_convert.py.
+CONVERT = {ROOT / "beyond/convert" / name for name in ("README.md", "detector/README.md")}
 PAGES_OF_THE_ROOT = [page for page in ALL_PAGES if page not in CONVERT]
 TEST_FOLDERS = ("tests/*", "packages/*/tests")
 TEST_FILES = sorted(path for each in TEST_FOLDERS for path in ROOT.glob(f"{each}/test_*.py"))
 FENCE = re.compile(
     r"(?:<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S
 )
+COMMENT = re.compile(r"<!-- ([^\n]*?) -->")
+KINDS = {"in the suite", "output of", "lesson", "part of", "break it", "table", "widget"}
+KINDS |= {"end of table", "of the English"}  # the last one: see update_translations.py
+IN_SUITE = re.compile(r"in the suite: (?P<how>add|run|nothing)\b,? (?P<rest>.+)")
+WIDGET = re.compile(r"^<!-- widget: (?P<name>\w+) -->$", re.M)
 BREAK = re.compile(r"break it: (?P<file>[\w.]+) (?P<test>test_\w+)")
 TABLE = re.compile(r"<!-- table: (?P<name>.+?) -->\n(?P<text>.*?)<!-- end of table -->", re.S)
 OUTPUT = re.compile(
@@ -106,6 +125,34 @@ def fences(kind: str, pages: list[Path] = PAGES_OF_THE_ROOT) -> list[Fence]:
 def without_speeds(output: str) -> str:
     """The output of a training, with ... for the samples/s of each epoch."""
     return SPEED.sub(r"\g<before>... samples/s", output)
+
+
+@cache
+def lesson(stage: str) -> str:
+    """The smallest difference between a train.py and its parent's, as `diff -u` finds it."""
+    return shell(f"diff -u -d {PARENTS[stage]}/train.py {stage}/train.py || true")
+
+
+def part_of_lesson(stage: str, first: str, last: str) -> str:
+    """From the line that begins with `first` to the next one that begins with `last`."""
+    lines = lesson(stage).splitlines(keepends=True)[2:]  # without the names of the files
+    places = [number for number, line in enumerate(lines) if line.startswith(first)]
+    if not places:
+        raise SystemExit(f"the lesson of {stage} has no line that begins with {first}")
+    end = next(n for n, line in enumerate(lines) if n >= places[0] and line.startswith(last))
+    return "".join(lines[places[0] : end + 1])
+
+
+def diff_shown(fence: Fence) -> str | None:
+    """What a diff fence must hold; None if no comment says from where it comes."""
+    kind, _, source = fence.note.partition(": ")
+    if kind == "lesson":
+        stage = fence.page.parent.relative_to(ROOT).as_posix()
+        return part_of_lesson(stage, *source.split(" ... "))
+    if kind == "part of":
+        lines = (fence.page.parent / source).read_text().splitlines(keepends=True)
+        return "".join(lines[2:])
+    return None
 
 
 def sides(diff: str) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """Write the English fences and numbers into the Chinese pages, and list those that are older.
 
-    python docs/tools/update_translations.py                 # `make pages-quick` calls it
+    python docs/tools/update_translations.py                 # as `make pages-quick` does
     python docs/tools/update_translations.py --translated    # after a translation: none is older
 
 The Chinese version of README.md is README.zh.md; of a folder's README.md, docs/zh/FOLDER.md. Its
@@ -15,10 +15,9 @@ from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
-from repository_pages import ROOT
+from repository_pages import ROOT, TABLE
 
 FENCE = re.compile(r"^```\w+\n[\s\S]*?^```$", re.M)
-MEASURED = re.compile(r"^<!-- table: .+? -->\n[\s\S]*?<!-- end of table -->$", re.M)
 NUMBER = re.compile(r"(?<![A-Za-z\d])\d+(?:[.,]\d+)*")
 DIGEST = re.compile(r"<!-- of the English: (\w+) -->")
 
@@ -40,7 +39,7 @@ def translated_pages(root: Path = ROOT) -> Iterator[tuple[Path, Path]]:
 
 def digest(english: str) -> str:
     """Of the prose: a fence or a measured number that changes needs no new translation."""
-    prose = MEASURED.sub("", FENCE.sub("", english.partition("\n## All claims\n")[0]))
+    prose = TABLE.sub("", FENCE.sub("", english.partition("\n## All claims\n")[0]))
     return sha256(" ".join(prose.split()).encode()).hexdigest()[:8]
 
 
@@ -51,8 +50,8 @@ def replace_each(pattern: re.Pattern[str], texts: list[str], chinese: str) -> st
 
 def refreshed(english: str, chinese: str) -> str:
     """The Chinese page with the English page's fences and measured numbers."""
-    for pattern in (FENCE, MEASURED):
-        new, old = pattern.findall(english), pattern.findall(chinese)
+    for pattern in (FENCE, TABLE):
+        new, old = ([m[0] for m in pattern.finditer(page)] for page in (english, chinese))
         if len(new) == len(old):
             new = [translated(*pair) for pair in zip(new, old, strict=True)]
             chinese = replace_each(pattern, new, chinese)
@@ -69,11 +68,12 @@ def translated(english: str, chinese: str) -> str:
     return replace_each(NUMBER, numbers, chinese)
 
 
-def main() -> None:
+def update(translated: bool = False) -> None:
+    """Refresh the Chinese pages and name the older ones; after a translation, none is older."""
     for page, translation in translated_pages():
         english, chinese = page.read_text(), translation.read_text()
         chinese = refreshed(english, chinese)
-        if "--translated" in sys.argv:
+        if translated:
             chinese = DIGEST.sub(f"<!-- of the English: {digest(english)} -->", chinese)
         translation.write_text(chinese)
         if DIGEST.findall(chinese) != [digest(english)]:
@@ -81,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    update("--translated" in sys.argv)

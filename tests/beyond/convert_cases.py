@@ -18,11 +18,20 @@ def load(name: str | Path, *changes: tuple[str, str], folder: Path = CONVERT):
     return fresh_module(folder / name, [(str(name), *change) for change in changes])
 
 
+def script_of(folder: Path) -> Path:
+    return folder / f"{folder.name}.py"
+
+
+def versions(folder: Path) -> list[str]:
+    """The script for one GPU, and what it is after each step."""
+    return load("apply_steps.py").versions_of(script_of(folder))
+
+
 @cache
 def converted(folder: Path) -> Path:
     """The script for many GPUs, which the last step leaves."""
     script = scratch_folder() / f"{folder.name}_ddp.py"
-    script.write_text(load("apply_steps.py").scripts(folder)[-1])
+    script.write_text(versions(folder)[-1])
     return script
 
 

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 import sync_batchnorm
-from convert_cases import DETECTOR, SMALL, converted, launch, load, proof
+from convert_cases import DETECTOR, SMALL, converted, launch, load, proof, versions
 from local_ranks.machine import scratch_folder
 from local_ranks.on_ranks import run_on_ranks
 from repository_pages import ROOT
@@ -36,7 +36,7 @@ def scenes(train: int = 8, val: int = 8, empty: float = 0.0) -> Path:
 
 @pytest.mark.parametrize("step", range(1, 9))
 def test_the_script_runs_after_each_step_and_shows_what_the_readme_says(step, tmp_path):
-    script = load("apply_steps.py").scripts(DETECTOR)[step]
+    script = versions(DETECTOR)[step]
     (tmp_path / "mine.py").write_text(script.replace(*SHALLOW))
     status, output = launch(tmp_path / "mine.py", f"--data-dir={scenes(val=2)}", "--epochs=1")
     assert status == (0, 0), output
@@ -48,7 +48,7 @@ def test_the_script_runs_after_each_step_and_shows_what_the_readme_says(step, tm
 
 @pytest.mark.parametrize(("step", "missing"), [(4, {"files", "weights"}), (8, set())])
 def test_prove_says_what_the_detector_still_misses_after_a_step(step, missing, tmp_path):
-    script = load("apply_steps.py").scripts(DETECTOR)[step].replace(*SHALLOW)
+    script = versions(DETECTOR)[step].replace(*SHALLOW)
     flags = (*SMALL, f"--data-dir={scenes(8, 2)}", "--epochs=1", "--image-size=48")
     verdict_of = proof(tmp_path, script, flags=flags)
     wrong = {check for check, verdict in verdict_of.items() if verdict == "WRONG"}

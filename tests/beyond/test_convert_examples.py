@@ -3,7 +3,6 @@
 import os
 import runpy
 from contextlib import redirect_stdout
-from difflib import unified_diff
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -17,7 +16,6 @@ from local_ranks.machine import scratch_folder
 from local_ranks.on_ranks import run_on_ranks
 from local_ranks.scripts import launch_script
 from local_ranks.stage_files import replace_once
-from repository_pages import ROOT
 
 # In float64, with the same global batches and the same noise; SyncBatchNorm is stage 05's.
 EXAMPLE = {
@@ -49,10 +47,15 @@ WRONG_LINES = [  # an example, a line, and what looks as good
 ]  # fmt: skip
 
 
-def _example(rank: int, name: str, *changes: tuple[str, str]) -> dict:
+def versions_of(name: str) -> list[str]:
+    """The script for one GPU, and the one that its diff makes of it."""
+    return load("apply_steps.py").versions_of(EXAMPLES / f"{name}.py")
+
+
+def _example(rank: int, source: str, *changes: tuple[str, str]) -> dict:
     """The weights after the script has run, and what it has printed."""
     os.chdir(scratch_folder())
-    source = replace_once((EXAMPLES / f"{name}.py").read_text(), *changes)
+    source = replace_once(source, *changes)
     torch.nn.SyncBatchNorm.convert_sync_batchnorm = sync_batchnorm.convert_sync_batchnorm
     torch.set_default_dtype(torch.float64)
     Path("script.py").write_text(source)
@@ -75,22 +78,22 @@ def original_of(name: str) -> dict:
         ("shuffle=True", "sampler=sampler"),
         (epochs, f"{epochs}    sampler.set_epoch(epoch)\n"),
     )
-    shuffles = "shuffle=True" in (EXAMPLES / f"{name}.py").read_text()
-    return run_on_ranks(1, _example, name, *changes * shuffles)[0]
+    source = versions_of(name)[0]
+    return run_on_ranks(1, _example, source, *changes * ("shuffle=True" in source))[0]
 
 
 @pytest.mark.parametrize("name", EXAMPLE)
 def test_an_example_trains_on_two_ranks_what_one_process_trains(name):
     single = original_of(name)
-    first, second = run_on_ranks(2, _example, f"{name}_ddp", *EXAMPLE[name])
+    first, second = run_on_ranks(2, _example, versions_of(name)[1], *EXAMPLE[name])
     assert torch.equal(first["weights"], second["weights"])
     assert (first["weights"] - single["weights"]).abs().max() < 1e-10
     assert (single["printed"] != "", second["printed"]) == (True, ""), "only rank 0 prints"
     if name in ("language", "segmentation"):  # these print an evaluation, which is exact
         assert first["printed"] == single["printed"]
-    lines = [(EXAMPLES / f"{name}{end}.py").read_text().splitlines() for end in ("", "_ddp")]
-    changed = [x for x in unified_diff(*lines, lineterm="") if x[0] in "+-"][2:]
-    assert 15 <= len(changed) <= 40
+    diff = (EXAMPLES / f"{name}.diff").read_text()
+    assert [diff] == load("apply_steps.py").fresh_diffs(versions_of(name))
+    assert 15 <= sum(line[0] in "+-" for line in diff.splitlines()[2:]) <= 40
 
 
 @pytest.mark.parametrize(("name", "old", "new"), WRONG_LINES)
@@ -98,29 +101,26 @@ def test_with_one_line_that_looks_as_good_an_example_trains_something_else(name,
     changes = [*EXAMPLE[name], (old, new)]
     if "both" in new:
         changes.append(("critic_loss(ddp_critic(fake.detach()), 0.0).backward()", "pass"))
-    weights = run_on_ranks(2, _example, f"{name}_ddp", *changes)[0]["weights"]
+    weights = run_on_ranks(2, _example, versions_of(name)[1], *changes)[0]["weights"]
     assert (weights - original_of(name)["weights"]).abs().max() > 1e-5
 
 
 def test_a_rate_that_only_rank_0_lowers_lets_the_ranks_train_apart():
     worse = ("test_loss < best", "epoch != 1")
-    same = run_on_ranks(2, _example, "language_ddp", worse)
+    source = versions_of("language")[1]
+    same = run_on_ranks(2, _example, source, worse)
     lowered = (
         'optimizer.param_groups[0]["lr"] /= 4',
         'optimizer.param_groups[0]["lr"] /= 4 - 3 * rank',
     )
-    apart = run_on_ranks(2, _example, "language_ddp", worse, lowered)
+    apart = run_on_ranks(2, _example, source, worse, lowered)
     assert torch.equal(same[0]["weights"], same[1]["weights"])
     assert (apart[0]["weights"] - apart[1]["weights"]).abs().max() > 1e-2
 
 
 def test_columns_that_do_not_divide_by_the_ranks_are_refused_in_one_line():
     """8 of them, on 3 ranks: without the check, two would never be read. On 2, see above."""
-    script = f"{EXAMPLES.relative_to(ROOT)}/language_ddp.py"
-    answers = launch_script(script, ranks=3, cwd=scratch_folder())
+    script = scratch_folder() / "language_ddp.py"
+    script.write_text(versions_of("language")[1])
+    answers = launch_script(str(script), ranks=3, cwd=scratch_folder())
     assert answers == [(2, "error: 8 columns do not divide by 3 ranks\n")] * 3
-
-
-def test_the_page_shows_the_diffs_of_the_examples():
-    page = (EXAMPLES / "README.md").read_text()
-    assert load("apply_steps.py").show_examples(page) == page, "run: python apply_steps.py"

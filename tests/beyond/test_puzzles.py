@@ -11,7 +11,6 @@ import pytest
 
 import check_answer
 import traces
-import write_puzzles
 from local_ranks.chapters import ROOT
 from local_ranks.machine import patience, scratch_folder
 from local_ranks.ranks import NEW_PROCESSES
@@ -187,11 +186,6 @@ def test_a_mistake_costs_more_than_the_seeds_do(number):
     sign = -1 if PUZZLES[number].measure in HIGHER_IS_BETTER else 1
     costs = [sign * (a - b) for a, b in zip(runs["with"], runs["without"], strict=True)]
     assert mean(costs) > 2 * stdev(costs) / len(costs) ** 0.5
-
-
-def test_the_page_shows_the_puzzles_and_costs_of_today():
-    text = write_puzzles.PAGE.read_text()
-    assert text.endswith(write_puzzles.page_part()), "run: make pages-quick"
 
 
 BAD_FILES = {  # how a name in the folder ends, what it holds (None: it is a folder), and the line

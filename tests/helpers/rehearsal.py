@@ -34,7 +34,7 @@ DDP, MINIMAL = "04_ddp_torchrun/train.py", "04_ddp_torchrun/minimal.py"
 AMP = "05_amp_syncbn/train.py"
 SURVIVE, OWN_LOOP = "beyond/survive/train.py", "beyond/survive/own_loop.py"
 SHARD = "beyond/shard/train.py"
-CONVERTED = "beyond/convert/classifier/classifier_ddp.py"  # which the steps beside it make
+CONVERTED = "beyond/convert/classifier/classifier_ddp.py"  # which the diffs beside it make
 EXAMPLES = tuple(
     f"beyond/convert/examples/{name}_ddp.py"
     for name in ("contrastive", "gan", "language", "segmentation")
@@ -152,7 +152,11 @@ def _rehearse(
     rank: int, script: str, flags: tuple, gpus: int, envs: tuple, changes: tuple
 ) -> RankLog:
     path, log = ROOT / script, RankLog()
-    source = apply_steps.scripts()[-1] if script == CONVERTED else path.read_text()
+    if script in (CONVERTED, *EXAMPLES):
+        original = path.with_name(path.name.replace("_ddp.py", ".py"))
+        source = apply_steps.versions_of(original)[-1]
+    else:
+        source = path.read_text()
     source = replace_once(source, *changes)
     os.environ.update(envs[rank])
     os.chdir(scratch_folder())

@@ -38,13 +38,16 @@ def rows_of(key: str) -> list[BreakRow]:
     pages = [page for page in repository_pages.ALL_PAGES if page.is_relative_to(folder)]
     for page in sorted(pages, key=lambda page: (page != folder / "README.md", page)):
         beside = page.parent.relative_to(folder)  # a page names the files beside it
-        for line, file, test in ROW.findall(page.read_text()):
-            rows.append(BreakRow(key, ((beside / file).as_posix(), line), test))
+        on_page: list[tuple[int, BreakRow]] = []  # with their places
+        for cells in ROW.finditer(page.read_text()):
+            line, file, test = cells.groups()
+            on_page.append((cells.start(), BreakRow(key, ((beside / file).as_posix(), line), test)))
         for fence in repository_pages.fences("diff", [page]):
             if match := repository_pages.BREAK.fullmatch(fence.note):
                 file = (beside / match["file"]).as_posix()
                 change = (file, *repository_pages.sides(fence.text))
-                rows.append(BreakRow(key, change, match["test"]))
+                on_page.append((fence.place[0], BreakRow(key, change, match["test"])))
+        rows += [row for _, row in sorted(on_page, key=lambda placed: placed[0])]
     return rows
 
 

@@ -1,20 +1,18 @@
-"""Links lead somewhere, terms are explained before they are used, and the index knows every file.
+"""Links lead somewhere, and terms are explained before they are used.
 
 What is checked of a page stands in docs/tools/check_pages.py.
 """
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 import update_translations as translations
-import write_index
 from check_pages import CHINESE, faults
 from repository_pages import ALL_PAGES, ROOT
 
-STAGE, PAGE = "01_single_gpu/README.md", "01_single_gpu/train.md"
+STAGE, PAGE = "01_single_gpu/README.md", "01_single_gpu/fit.md"
 CONTROLS = [  # a page, what is added to it, and what is found then
     (STAGE, "It is. " * 450, r"(9|\d\d)\d\d words"),
     (STAGE, "Rings are fast.", "used before it is explained: ring"),
@@ -24,6 +22,7 @@ CONTROLS = [  # a page, what is added to it, and what is found then
     ("docs/zh/claims.md", "A [page](../nowhere.md).", r"leads nowhere: \.\./nowhere.md"),
     (STAGE, "epoch 1/2  loss 2.30  7,439 samples/s", "shows the speed of one run: 7,439 samples/s"),
     (PAGE, "See `test_nothing`.", "names a test that is not there: test_nothing"),
+    (PAGE, "<!-- lessons: + ... + -->", "has a comment that nothing reads: lessons"),
     (PAGE, "<!-- part of: train.py -->\n```python\nseed = 2\n```", "not in train.py: seed = 2"),
 ]
 
@@ -53,13 +52,8 @@ def test_a_translation_that_is_older_is_reported_and_fails_nothing(tmp_path, mon
     )
     monkeypatch.setattr(translations, "ROOT", tmp_path)
     monkeypatch.setattr(translations, "translated_pages", lambda: [(english, chinese)])
-    monkeypatch.setattr(sys, "argv", ["update_translations.py"])
-    translations.main()
+    translations.update()
     assert capsys.readouterr().out == ""
     english.write_text("# Another one\n")
-    translations.main()
+    translations.update()
     assert capsys.readouterr().out == "README.zh.md is older than README.md\n"
-
-
-def test_the_index_is_that_of_the_pages_and_programs_of_today():
-    assert (ROOT / write_index.INDEX).read_text() == write_index.index(), "run: make pages-quick"

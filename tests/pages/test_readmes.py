@@ -6,12 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.draw import tables
+from benchmarks.tables.pages import text_of
 from check_pages import CHINESE
 from helpers.outputs import differences
 from local_ranks.machine import scratch_folder
 from local_ranks.scripts import launch_script, run_script
-from repository_pages import ALL_PAGES, BREAK, ROOT, TABLE, fences, shell
+from repository_pages import (
+    ALL_PAGES,
+    BREAK,
+    IN_SUITE,
+    ROOT,
+    TABLE,
+    diff_shown,
+    fences,
+    shell,
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +66,15 @@ def run(command: str, cwd: Path) -> str:
 
 @pytest.mark.parametrize("fence", fences("bash"), ids=lambda fence: fence.name)
 def test_every_command_runs(fence, copy):
-    verb, _, rest = fence.note.removeprefix("in the suite: ").partition(" ")
-    if verb.startswith("nothing"):
+    match = IN_SUITE.fullmatch(fence.note)
+    how, rest = match.groups() if match else ("", "")
+    if how == "nothing":
         pytest.skip(f"says the README itself: {rest}")
-    text = rest if verb == "run" else re.sub(r" +# .*", "", fence.text)
+    text = rest if how == "run" else re.sub(r" +# .*", "", fence.text)
     for name, value in re.findall(r'^(\w+)="(.+)"$', text, re.M):
         text = text.replace(f'{name}="{value}"\n', "").replace(f"${name} ", f"{value} ")
     lines = text.strip().splitlines()
-    if verb == "add":
+    if how == "add":
         lines = [f"{line} {rest}" if line and line[0] != "#" else line for line in lines]
     apart = all(re.match(r"python \w+/|torchrun|printf", line) for line in lines)
     for command in lines if apart else ["\n".join(lines)]:
@@ -79,20 +89,25 @@ def test_the_output_shown_is_the_output(fence, copy):
     assert differences(fence.text, run(fence.command, copy), *fence.tolerances) == []
 
 
-DIFFS = [fence for fence in fences("diff") if not BREAK.fullmatch(fence.note)]
-NO_LESSON = ("minimal pair", "of two_mistakes.py: test_prove.py makes this change", "an answer")
-LESSONS = [fence for fence in DIFFS if fence.note not in NO_LESSON]
+DIFFS = [fence for fence in fences("diff", ALL_PAGES) if not BREAK.fullmatch(fence.note)]
+# The test below is about the first of these diffs, and test_prove.py makes the change of the other.
+TYPED = [
+    fence
+    for fence in DIFFS
+    if fence.page in (ROOT / "README.md", ROOT / "packages/prove/README.md")
+]
 
 
-@pytest.mark.parametrize("fence", LESSONS, ids=lambda fence: fence.name)
-def test_every_diff_is_a_part_of_the_lesson(fence):
-    lesson = (fence.page.parent / "lesson.diff").read_text()
-    assert f"\n{fence.text}" in lesson
+@pytest.mark.parametrize("fence", [f for f in DIFFS if f not in TYPED], ids=lambda f: f.name)
+def test_every_diff_is_the_one_that_its_comment_names(fence):
+    assert fence.text == diff_shown(fence), "run: make pages-quick"
+    assert fence.text.strip()
 
 
 def test_the_first_lines_of_the_readme_are_what_changes_between_the_minimal_scripts():
     """All of it but the docstring, what is only moved to the right, and the end."""
-    [shown] = [fence.text.splitlines() for fence in DIFFS if fence.note == "minimal pair"]
+    shown = TYPED[0].text.splitlines()
+    assert len(TYPED) == 2
     pair = ("01_single_gpu/minimal.py", "04_ddp_torchrun/minimal.py")
     diff = shell("diff -U99 -d {} {} || true".format(*pair)).splitlines()[3:]
     places = [diff.index(line) for line in shown if line.strip()]
@@ -112,7 +127,7 @@ def test_the_first_lines_of_the_readme_are_what_changes_between_the_minimal_scri
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda path: path.parent.name)
 def test_the_tables_are_those_of_the_committed_results(page):
     for match in TABLE.finditer(page.read_text()):
-        assert match["text"].strip() == tables.text_of(match["name"]), "run: make pages"
+        assert match["text"].strip() == text_of(match["name"]), "run: make pages"
 
 
 COUNTED = re.compile(

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 import collectives
-from backend import SharedRows
 from collectives import play
 from local_ranks.chapters import ROOT
 from local_ranks.machine import is_running, patience
@@ -91,17 +90,19 @@ def test_a_lesson_is_wrong_without_its_collective(rank):
     assert [name for name, ranks in pairs if is_right(name, list(ranks))] == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, no file is without a name")
 @on_ranks(2)
-def test_the_backend_by_hand_adds_and_refuses_every_other_op(rank):
-    dist.Backend.register_backend("rows", SharedRows, devices=["cpu"])
-    group = dist.new_group(backend="rows")
-    x = torch.tensor([rank + 1.0])
-    for op in (dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT, dist.ReduceOp.AVG):
-        with pytest.raises(ValueError, match=f"rows: got .*{op.name}, expected SUM"):
-            dist.all_reduce(x, op, group)
-    dist.all_reduce(x, group=group)
-    assert x == 3, "the control"
+def test_ranks_that_disagree_go_on_with_wrong_numbers(rank):
+    """gloo adds whatever meets: a of one rank and b of the other, or what lies in the gaps."""
+    a, b = torch.tensor([10.0**rank]), torch.tensor([2 * 10.0**rank])
+    for gradient in (a, b) if rank == 0 else (b, a):
+        dist.all_reduce(gradient)
+    assert (a.item(), b.item()) == ((21, 12) if rank == 0 else (12, 21)), "expected 11 and 22"
+    with_gaps = torch.full((3,), 10.0**rank)
+    dist.all_reduce(with_gaps[::2])
+    assert with_gaps.tolist() != [11, 10.0**rank, 11]
+    without_gaps = torch.full((3,), 10.0**rank)[::2].contiguous()
+    dist.all_reduce(without_gaps)
+    assert without_gaps.tolist() == [11, 11], "the control"
 
 
 ON_GPUS = [

@@ -12,7 +12,7 @@ from torch import nn
 
 import formats
 from benchmarks import result_files
-from benchmarks.draw.tables import TABLES
+from benchmarks.tables.pages import TABLES
 from local_ranks.chapters import ROOT
 from local_ranks.train_stage import train_once
 

@@ -1,23 +1,15 @@
-"""Write the list of the puzzles and their answers into the puzzles' page.
-
-    python docs/tools/write_puzzles.py
-
-`make pages-quick` calls it. What a mistake costs comes from benchmarks/results/puzzles.json.
-"""
+"""The list of the puzzles, and their answers: what each mistake is, who sees it, what it cost."""
 
 from pathlib import Path
 from typing import Any
 
-import local_ranks.chapters  # noqa: F401, it lets this import the puzzles' programs
-from benchmarks.result_files import load
+from benchmarks.result_files import Results
 from check_answer import COST, cost
+from local_ranks.chapters import ROOT
 from prove.judge.table import WRONG
-from repository_pages import ROOT
 from traces import PUZZLES
 
-PAGE = ROOT / "beyond" / "puzzles" / "README.md"
-MARK = "<!-- docs/tools/write_puzzles.py writes what follows -->\n"
-TO_ROOT = Path("..", "..")
+TO_ROOT = Path("..", "..")  # from the page
 
 
 def found_by(puzzle: Any, runs: dict) -> str:
@@ -29,6 +21,7 @@ def found_by(puzzle: Any, runs: dict) -> str:
 
 
 def answer(puzzle: Any, runs: dict) -> str:
+    change = "".join(puzzle.diff.splitlines(keepends=True)[2:])  # without names of files
     repository, _, number = puzzle.report.removeprefix("https://github.com/").rsplit("/", 2)
     return f"""
 <details>
@@ -38,44 +31,35 @@ def answer(puzzle: Any, runs: dict) -> str:
 
 What it cost: {cost(puzzle)}. Reported in [{repository}#{number}]({puzzle.report}).
 
-<!-- an answer -->
+<!-- part of: answers/{puzzle.number:02}.diff -->
 ```{"diff"}
-{puzzle.diff.rstrip()}
-```
+{change}```
 
 </details>
 """
 
 
-def page_part() -> str:
-    results = load(COST.stem)
+def puzzles(results: Results) -> str:
     rows = "".join(
         f"| {p.number} | [{p.style}]({p.script}) | {p.purpose} "
         f"| [{title(TO_ROOT / p.belongs_to)}]({TO_ROOT / p.belongs_to}) |\n"
         for p in PUZZLES
     )
     seeds = len(results["puzzles"]["1"]["with"])
-    origin, costs = results["provenance"], TO_ROOT / COST.relative_to(ROOT)
+    costs = TO_ROOT / COST.relative_to(ROOT)
     answers = "".join(answer(p, results["puzzles"][str(p.number)]) for p in PUZZLES)
-    return f"""{MARK}
+    return f"""\
 | N | script | what it does | what you need to know |
 |---|---|---|---|
 {rows}
 ## Answers
 
 Each cost is the mean of {seeds} seeds on two ranks, in the precision that the script has \
-({origin["hardware"]}, torch {origin["torch"]}, {origin["date"]}: [all of them]({costs})).
-{answers}
-Back to [the start](../../README.md).
-"""
+([all of them]({costs})).
+{answers.rstrip()}"""
 
 
 def title(page: Path) -> str:
     """What the table calls it."""
     name = page.stem if page.stem != "README" else page.parent.name
     return name.split("_")[0] if name[0].isdigit() else name
-
-
-if __name__ == "__main__":
-    PAGE.write_text(PAGE.read_text().partition(MARK)[0] + page_part())
-    print(f"wrote the answers of {PAGE.relative_to(ROOT)}")
