@@ -10,7 +10,7 @@ SPHINX := $(SITE)/bin/python -m sphinx -q -E -W --keep-going -j auto -c docs/sit
 # Whose types are checked, each folder for itself, because several hold a train.py.
 TYPED_FOLDERS := $(sort $(dir $(wildcard 0*_*/*.py 0*_*/*/*.py beyond/*/*.py)))
 TYPED_FOLDERS += $(sort $(dir $(wildcard packages/*/src/*/*.py packages/*/evidence/*/*.py)))
-TYPED_FOLDERS += packages/prove/src/prove/judge/ packages/prove/src/prove/watch/
+TYPED_FOLDERS += $(addprefix packages/prove/src/prove/,checks/ judge/ watch/)
 TYPED_FOLDERS += common/ notebooks/ benchmarks/ benchmarks/measure/ benchmarks/draw/ docs/tools/
 
 .PHONY: help tour test format lint break puzzle check-pages bench gpu pictures notebooks bench-all faults

@@ -11,11 +11,12 @@ from check_pages import anchors
 from helpers.local_ranks import SECONDS, process_context
 from helpers.prove_runs import TORCHRUN, run, verdict
 from prove import processes
+from prove.checks import SENTENCES
 from prove.judge import effects, replay_checks, table, wording
 from prove.judge.reasons import Phrase
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.run_reasons import RunReason
-from prove.rank_record import Ended, RankRecord, ScriptError
+from prove.rank_record import Ended, RankRecord, RunOutcome, ScriptError
 from prove_cases import PACKAGE, planted, training_of
 
 TWO_DATA_SETS = (
@@ -104,7 +105,7 @@ def test_a_rank_that_cannot_be_watched_says_why(tmp_path):
 
 
 def test_every_cure_links_to_a_heading_that_exists():
-    links = {reason.link for reason in table.REASONS.values()} - {""}
+    links = {reason.link for reason in SENTENCES.values()} - {""}
     assert len(links) >= 8
     assert links - anchors(table.PAGE) == set()
 
@@ -118,7 +119,7 @@ def test_a_row_that_was_written_as_json_says_the_same_again():
     ]
     row = table.warning("printed numbers", ReplayReason.NUMBERS_DIFFER, numbers=differing)
     row = replace(row, also=({"numbers": differing[:1]},))
-    again = table.ReportRow.from_json(json.loads(json.dumps(row.as_json())))
+    again = table.ReportRow.from_json(json.loads(json.dumps(row.as_json())), SENTENCES)
     assert (again.evidence, again.cure, again.link) == (row.evidence, row.cure, row.link)
     assert "on 4 ranks and 0.5 on one (?) and 2 more; after the same steps, loss" in row.evidence
 
@@ -152,7 +153,7 @@ def test_a_link_leads_to_the_page_from_the_folder_of_the_user(tmp_path, monkeypa
 def test_the_error_of_a_rank_is_told_and_not_that_of_its_launcher():
     log = "ModuleNotFoundError: No module named 'tokens'\n"
     log += "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"
-    outcome = processes.RunOutcome(1, log, False, False, [], 1.0)
+    outcome = RunOutcome(1, log, False, False, [], 1.0)
     assert effects.error_of(outcome) == log.splitlines()[0]
 
 
@@ -160,7 +161,7 @@ def test_a_rank_that_loses_one_which_we_have_ended_has_no_error_of_its_own():
     lost = ScriptError("RuntimeError", "Connection closed by peer", "train.py:9", 0.0)
     for ended, is_ours in ((Ended.WHEN_SEEN, True), (Ended.AT_ITS_END, False)):
         records = [RankRecord(0, ended=ended), RankRecord(1, ended=Ended.WITH_ERROR, error=lost)]
-        outcome = effects.without_our_ends(processes.RunOutcome(1, "", False, False, records, 1.0))
+        outcome = effects.without_our_ends(RunOutcome(1, "", False, False, records, 1.0))
         assert [outcome.status == 0, outcome.records[1].error is None] == [is_ours, is_ours]
 
 

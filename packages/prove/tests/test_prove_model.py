@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 from helpers.prove_runs import verdict
 from prove.judge.compare_steps import FLOAT64_LIMIT, Comparer, Comparison, Outcome, worst
-from prove.judge.model import StepOfRanks, averaged_gradient_rows
+from prove.judge.model import averaged_gradient_rows
 from prove.judge.reasons import Phrase, Reason
 from prove.judge.replay import Precision
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.run_reasons import RunReason
 from prove.judge.schedule import Schedule, row_of_length
+from prove.judge.steps import StepOfRanks
 from prove.rank_record import Note, OptimizerRecord, OptimizerStep, RankRecord, ScheduleRecord
 from prove.watch.schedule import length_of
 from prove_cases import planted, training_of

@@ -57,6 +57,7 @@ def check(command: list[str], *options: str, strict: bool = False) -> Result:
         written = json.loads(file.read_text())
     if written["error"]:
         raise NotJudgedError(written["error"])
-    return Result(
-        [ReportRow.from_json(row) for row in written["rows"]], written["unproven"], strict
-    )
+    from prove.checks import SENTENCES  # it imports torch, which the run above did by itself
+
+    rows = [ReportRow.from_json(row, SENTENCES) for row in written["rows"]]
+    return Result(rows, written["unproven"], strict)

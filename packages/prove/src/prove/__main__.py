@@ -39,7 +39,7 @@ from prove.judge.table import (
 from prove.judge.wording import number_with_noun
 from prove.options import parse_args
 
-PROOF_OF = {Check.ONE_RANK: "what is averaged", Check.ORIGINAL: "the conversion"}
+PROOF_OF: dict[str, str] = {Check.ONE_RANK: "what is averaged", Check.ORIGINAL: "the conversion"}
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 PROVEN, IS_WRONG, NOT_JUDGED, OWN_ERROR, NOTHING_PROVEN = range(5)  # exit statuses
 
@@ -48,7 +48,7 @@ def print_to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def write_json(file: Path | None, rows: list[ReportRow], unproven: list[Check], error: str) -> None:
+def write_json(file: Path | None, rows: list[ReportRow], unproven: list[str], error: str) -> None:
     if file:
         result = {"rows": [row.as_json() for row in rows], "unproven": unproven, "error": error}
         file.write_text(json.dumps(result, indent=1, default=str))

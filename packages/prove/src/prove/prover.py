@@ -13,20 +13,27 @@ from dataclasses import replace
 from pathlib import Path
 
 from prove import NotJudgedError, processes
+from prove.checks import judge_in_order
+from prove.checks.base import Seen, Stage
 from prove.examination import Examination
 from prove.judge import printed_numbers, replay_checks, schedule
 from prove.judge.compare_steps import Comparison, Outcome, comparisons, farthest, worst
-from prove.judge.effects import effect_rows, error_of, what_ranks_do
-from prove.judge.epochs import epoch_rows, original_epoch_rows
-from prove.judge.evaluation import evaluation_rows
-from prove.judge.model import model_rows
+from prove.judge.effects import error_of, what_ranks_do
+from prove.judge.epochs import original_epoch_rows
 from prove.judge.reasons import Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.run_reasons import RunReason
-from prove.judge.samples import same_contents, sample_rows, trained_loader_passes
+from prove.judge.samples import same_contents, trained_loader_passes
 from prove.judge.table import RIGHT, WRONG, Check, ReportRow, not_seen
-from prove.rank_record import Mode, Note, OptimizerRecord, RankRecord, ReplayVariant
+from prove.rank_record import (
+    Mode,
+    Note,
+    OptimizerRecord,
+    RankRecord,
+    ReplayVariant,
+    RunOutcome,
+)
 from prove.runs import Runs, command_of_one_rank, failed
 from prove.watch.effects import restore_files
 
@@ -39,7 +46,7 @@ class Prover:
         self.runs, self.args, self.rows = runs, runs.args, rows
 
     @property
-    def observed(self) -> processes.RunOutcome:
+    def observed(self) -> RunOutcome:
         return self.runs.observed
 
     def check_that_something_was_seen(self) -> None:
@@ -56,8 +63,10 @@ class Prover:
         if outcome.hang:
             return
         if failed(outcome) or not records:
-            rows = effect_rows(outcome) + sample_rows(records) + epoch_rows(records)
-            if not any(row.verdict == WRONG for row in rows):
+            seen = Seen(outcome, [])
+            judge_in_order(Stage.ANY_RUN, seen)
+            judge_in_order(Stage.ALL_RECORDS, seen)
+            if not any(row.verdict == WRONG for row in seen.rows):
                 error = error_of(outcome)
                 needs_gpu = not self.args.cpu and ("NVIDIA" in error or "CUDA" in error)
                 advice = "; --cpu runs it without a GPU for each rank" if needs_gpu else ""
@@ -71,13 +80,13 @@ class Prover:
         self.runs.observe()
         self.check_that_something_was_seen()
         observed, records, rows = self.observed, self.observed.records, self.rows
-        rows += effect_rows(observed)
+        seen = Seen(observed, rows)
+        judge_in_order(Stage.ANY_RUN, seen)
         if any(record.world_size > len(records) for record in records):
             facts = {"present": len(records), "world_size": records[0].world_size}
             rows.append(not_seen(Check.RANKS, ReplayReason.RECORDS_MISSING, **facts))
             return
-        rows += sample_rows(records) + epoch_rows(records)
-        rows += evaluation_rows(records)
+        judge_in_order(Stage.ALL_RECORDS, seen)
         if observed.hang:
             rows.append(not_seen(Check.ONE_RANK, ReplayReason.RUN_HANGS))
             return
@@ -91,9 +100,10 @@ class Prover:
             places = list(dict.fromkeys(each.at for each in records[0].loader_passes))
             rows.append(not_seen(Check.ONE_RANK, why, batches=batches, places=places))
             return
-        records = steps_of_all_ranks(records)
-        self.runs.observed = replace(observed, records=records)
-        rows += model_rows(records)
+        seen.outcome = self.runs.observed = replace(observed, records=steps_of_all_ranks(records))
+        judge_in_order(Stage.STEPS, seen)
+        if seen.trains_one_model():
+            judge_in_order(Stage.ONE_MODEL, seen)
         rows += self.one_rank_rows(rows)
         if any(row.check == Check.ONE_RANK and row.verdict == RIGHT for row in rows):
             # Whatever changed the gradients before the step was no mistake.

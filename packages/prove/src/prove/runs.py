@@ -12,7 +12,15 @@ from prove.judge import epochs, samples
 from prove.judge.effects import error_of, without_our_ends
 from prove.judge.replay import Precision, Replay
 from prove.judge.table import NotObservedError
-from prove.rank_record import Ended, Mode, Note, RankRecord, ReplayVariant, Settings
+from prove.rank_record import (
+    Ended,
+    Mode,
+    Note,
+    RankRecord,
+    ReplayVariant,
+    RunOutcome,
+    Settings,
+)
 from prove.watch.effects import restore_files
 
 NUMBER_OF_RANKS = (
@@ -66,9 +74,9 @@ class Runs:
         self.settings = Settings(
             folder, Mode.OBSERVE, not args.float32, args.cpu, args.batches, world_size, world_size
         )
-        self.observed: processes.RunOutcome
+        self.observed: RunOutcome
 
-    def run(self, settings: Settings, command: list[str]) -> processes.RunOutcome:
+    def run(self, settings: Settings, command: list[str]) -> RunOutcome:
         self.report(f"{settings.name}: {shlex.join(command)}")
         try:
             return processes.run_command(command, settings, self.args.timeout, spare=self.spare)
@@ -83,7 +91,7 @@ class Runs:
             return Precision.AS_ASKED
         return Precision.FLOAT64 if self.settings.float64 else Precision.AS_FAILED
 
-    def run_all_ranks(self, variant: ReplayVariant) -> processes.RunOutcome:
+    def run_all_ranks(self, variant: ReplayVariant) -> RunOutcome:
         """Again, each rank fed its own records."""
         return self.run(self.settings_of(Mode.CONTROL, variant), self.args.command)
 
@@ -119,7 +127,7 @@ class Runs:
         if self.settings.float64:
             attempts.append(replace(self.settings, float64=False))
         attempts.append(replace(self.settings, float64=False, watches_operations=False))
-        bare: processes.RunOutcome | None = None
+        bare: RunOutcome | None = None
         for number, settings in enumerate(attempts):
             if number:
                 kind = (
@@ -150,13 +158,13 @@ class Runs:
             rows_are_split=samples.rows_are_split(self.observed.records),
         )
 
-    def observe_once(self, settings: Settings) -> processes.RunOutcome:
+    def observe_once(self, settings: Settings) -> RunOutcome:
         for file in Path(settings.folder).glob(f"{Mode.OBSERVE}.*"):
             file.unlink()
         self.settings, self.observed = settings, self.run(settings, self.args.command)
         return self.observed
 
-    def observe_last_window(self, outcome: processes.RunOutcome) -> processes.RunOutcome:
+    def observe_last_window(self, outcome: RunOutcome) -> RunOutcome:
         """Where several batches make one step, an epoch must end as the whole one does."""
         for _ in range(MOST_LONGER_RUNS):
             if failed(outcome) or outcome.hang or not outcome.records:
@@ -179,7 +187,7 @@ class Runs:
         if epochs.stop_together(self.run(settings, self.args.command)):
             records[0].notes[Note.STOP_TOGETHER] = ""
 
-    def run_bare(self, outcome: processes.RunOutcome) -> processes.RunOutcome:
+    def run_bare(self, outcome: RunOutcome) -> RunOutcome:
         """Does the script fail by itself? It gets a little more time than it took to fail here."""
         seconds = max(LEAST_SECONDS, 3 * outcome.seconds)
         settings = replace(self.settings, mode=Mode.BARE)
@@ -200,7 +208,7 @@ class Runs:
         return replayed
 
 
-def failed(outcome: processes.RunOutcome) -> bool:
+def failed(outcome: RunOutcome) -> bool:
     if outcome.hang or outcome.silent:
         return False
     ended = [record.ended == Ended.WITH_ERROR for record in outcome.records]

@@ -1,4 +1,4 @@
-"""Do the ranks run together? Hangs, collectives, files, printed lines."""
+"""Do the ranks run together? Hangs, collectives, printed lines."""
 
 import os
 import re
@@ -9,8 +9,7 @@ from prove.judge.reasons import Phrase
 from prove.judge.run_reasons import RunReason
 from prove.judge.table import Check, ReportRow, right, warning, wrong
 from prove.judge.wording import in_words, phrase
-from prove.processes import RunOutcome
-from prove.rank_record import Collective, Ended, Note, OpenedFile, RankRecord
+from prove.rank_record import Collective, Ended, Note, RankRecord, RunOutcome
 
 NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")
 LOST_CONNECTION = re.compile(  # the other rank is gone
@@ -24,15 +23,6 @@ LAUNCHER = "torch.distributed.elastic"  # its own error says only that a rank ha
 INSTALLED = re.compile("-packages/|/lib/python|/prove/src/prove/")  # no line of the script
 NO_CALL = Collective("no collective", "any place")
 MOST_CHARACTERS = 240  # of an error
-MOST_ROWS = 3  # about files
-
-
-def effect_rows(outcome: RunOutcome) -> list[ReportRow]:
-    if len(outcome.records) < 2 and not outcome.hang:
-        return []
-    records = outcome.records
-    rows = unfinished_rows(records) + collective_rows(outcome)
-    return rows + file_rows(records) + print_rows(records)
 
 
 def unfinished_rows(records: list[RankRecord]) -> list[ReportRow]:
@@ -163,45 +153,6 @@ def what_ranks_do(outcome: RunOutcome) -> str:
     """Where nobody can say whether they wait for each other."""
     states = [state_of(rank, hang=True) for rank in outcome.records]
     return in_words("{ranks:; }", {"ranks": states}) if states else "no rank has joined a group"
-
-
-def file_rows(records: list[RankRecord]) -> list[ReportRow]:
-    """Files that several ranks open for writing."""
-    writers: dict[str, dict[int, list[OpenedFile]]] = {}
-    for rank in records:
-        for opened in rank.opened_files:
-            writers.setdefault(opened.path, {}).setdefault(rank.rank, []).append(opened)
-    rows = []
-    for path, by_rank in writers.items():
-        openings = last_openings_alike([*by_rank.values()])
-        if len(by_rank) < 2 or openings[0].mode == "os.open":  # not truncated: a lock, perhaps
-            continue
-        truncates = all("w" in opened.mode for opened in openings)
-        trained = all(opened.steps_before for opened in openings)
-        facts = {"path": os.path.relpath(path), "ranks": sorted(by_rank), "at": openings[0].at}
-        if not truncates:
-            rows.append(warning(Check.FILES, RunReason.FILE_THAT_GROWS, **facts))
-        elif not trained:
-            rows.append(warning(Check.FILES, RunReason.FILE_BEFORE_TRAINING, **facts))
-        else:
-            contents = {records[rank].written.get(path) for rank in by_rank}
-            reason = RunReason.FILE_OF_SEVERAL_RANKS
-            if len(contents) > 1:
-                reason = RunReason.FILE_OF_DIFFERENT_CONTENTS
-            rows.append(wrong(Check.FILES, reason, **facts))
-    if writers and not rows:
-        return [right(Check.FILES, RunReason.FILES_OF_ONE_RANK, files=len(writers))]
-    return rows[:MOST_ROWS]
-
-
-def last_openings_alike(by_rank: list[list[OpenedFile]]) -> list[OpenedFile]:
-    """The last of each rank; if one appends to what others only make anew, the last of one kind."""
-    kinds = set.intersection(*({"w" in each.mode for each in openings} for openings in by_rank))
-    last = [openings[-1] for openings in by_rank]
-    if not kinds or all(("w" in each.mode) in kinds for each in last):
-        return last
-    kind = kinds.pop()
-    return [[each for each in openings if ("w" in each.mode) == kind][-1] for openings in by_rank]
 
 
 def print_rows(records: list[RankRecord]) -> list[ReportRow]:

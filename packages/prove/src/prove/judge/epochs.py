@@ -23,8 +23,7 @@ from prove.judge.table import (
     wrong,
 )
 from prove.judge.wording import phrase
-from prove.processes import RunOutcome
-from prove.rank_record import LoaderPass, Note, RankRecord
+from prove.rank_record import LoaderPass, Note, RankRecord, RunOutcome
 
 WORST_FIRST = (WRONG, WARNING, NOT_SEEN, RIGHT)
 

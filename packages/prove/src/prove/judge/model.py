@@ -1,8 +1,6 @@
 """Do all ranks train one model? Weights, gradients and buffers, by their projections."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -10,88 +8,32 @@ import torch
 
 from prove.judge.reasons import Phrase
 from prove.judge.run_reasons import RunReason
+from prove.judge.steps import TINY, StepOfRanks, differ, parameter_names
 from prove.judge.table import RIGHT, WARNING, Check, ReportRow, not_seen, right, warning, wrong
 from prove.judge.wording import phrase
-from prove.rank_record import (
-    CENTERED,
-    EvaluatedModule,
-    Note,
-    OptimizerRecord,
-    OptimizerStep,
-    Projection,
-    RankRecord,
-)
+from prove.rank_record import CENTERED, EvaluatedModule, Note, Projection, RankRecord
 
-TINY = 1e-12
 TOLERANCES = {"torch.float64": 1e-6, "torch.complex128": 1e-6}
 TOLERANCES |= {"torch.float32": 2e-3, "torch.complex64": 2e-3}
 MOST_RANKS = 8  # of which every choice is tried
 
 
-@dataclass
-class StepOfRanks:
-    """The same step of an optimizer, as each of the ranks wrote it down."""
-
-    optimizer: OptimizerRecord
-    number: int
-    steps: list[OptimizerStep]
-    exchange_precision: float  # of the numbers that the ranks send each other
-
-    def by_parameter(self, name: str) -> list[tuple]:
-        """What the ranks hold: "weights_before", "weights_after", "gradients", ..."""
-        return list(zip(*(getattr(step, name) for step in self.steps), strict=True))
-
-    def differing_parameters(self, name: str, limit: float = 1e-5) -> list[int]:
-        """The numbers of the parameters for which the ranks hold different tensors."""
-        numbered = enumerate(self.by_parameter(name))
-        return [number for number, held in numbered if None not in held and differ(held, limit)]
-
-    @property
-    def at(self) -> str:
-        return self.steps[0].at
-
-
-def differ(projections: Sequence[Projection], limit: float = 1e-5) -> bool:
-    """Whether projections of what should be the same tensor differ."""
-    values, norms = zip(*projections, strict=True)
-    if not all(map(math.isfinite, norms)):
-        return any(map(math.isfinite, norms))
-    return bool(max(values) - min(values) > limit * max(TINY, *norms))
-
-
-def parameter_names(optimizer: OptimizerRecord, numbers: list[int]) -> list[str]:
-    return [optimizer.names[number] for number in numbers]
-
-
-def steps_of(records: list[RankRecord]) -> list[StepOfRanks]:
-    steps = []
-    for optimizers in zip(*(rank.optimizers for rank in records), strict=False):
-        if any(optimizer.keys != optimizers[0].keys for optimizer in optimizers):
-            continue  # each rank holds the parameters that it owns
-        of_ranks = zip(*(optimizer.steps for optimizer in optimizers), strict=False)
-        for number, of_each in enumerate(of_ranks, start=1):
-            if all(step.weights_after for step in of_each):
-                sent = records[0].exchange_precision
-                steps.append(StepOfRanks(optimizers[0], number, list(of_each), sent))
-    return steps
-
-
-def model_is_divided(records: list[RankRecord]) -> bool:
-    return not records[0].notes.keys().isdisjoint({Note.HAS_GROUPS, Note.MODEL_IS_DIVIDED})
-
-
-def model_rows(records: list[RankRecord]) -> list[ReportRow]:
+def rows_of_steps(records: list[RankRecord]) -> list[ReportRow]:
     first, zero = records[0], zero_gradient_rows(records)
     rows = clipping_rows(first) + zero + optimizer_rows(first) + accumulation_rows(first)
-    rows += finite_gradient_rows(records)
-    if len(records) == 1 or zero:
-        return rows
-    steps = steps_of(records)
-    tensors = [{len(of_rank.weights_before) for of_rank in step.steps} for step in steps]
-    if model_is_divided(records) or any(len(counts) > 1 for counts in tensors):  # by ZeRO
-        return [*rows, not_seen(Check.WEIGHTS, RunReason.MODEL_IS_DIVIDED)]
-    same = weight_rows(records, steps)
-    rows += same + averaged_gradient_rows(first, steps, same) + forward_rows(first, same)
+    return rows + finite_gradient_rows(records)
+
+
+def rows_of_divided_model() -> list[ReportRow]:
+    return [not_seen(Check.WEIGHTS, RunReason.MODEL_IS_DIVIDED)]
+
+
+def rows_of_one_model(
+    records: list[RankRecord], steps: list[StepOfRanks], same: list[ReportRow]
+) -> list[ReportRow]:
+    """same: the rows about weights."""
+    first = records[0]
+    rows = averaged_gradient_rows(first, steps, same) + forward_rows(first, same)
     rows += partly_used_rows(steps)
     rows += learning_rate_rows(records, steps) + metric_rows(records) + loss_scale_rows(steps)
     rows += buffer_rows(records) + statistic_rows(records)

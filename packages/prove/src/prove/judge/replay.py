@@ -14,13 +14,13 @@ from torch import Tensor
 
 from prove.comparable import NotComparableError, comparable
 from prove.judge.effects import error_of
-from prove.processes import RunOutcome
 from prove.rank_record import (
     Ended,
     Finding,
     Mode,
     OptimizerStep,
     RankRecord,
+    RunOutcome,
     gradients_file,
     tensors_file,
 )

@@ -21,11 +21,7 @@ OWN_DRAWS = (
     "meant so if each rank draws its own completions, actions or noise for them, as GRPO does"
 )
 ALL_CALL = "every rank must reach each collective the same number of times, in the same order"
-WRITE_ONCE = "if dist.get_rank() == 0, and a barrier before another rank reads it"
-WRITE_OWN = "a name with the rank in it, if each rank keeps something of its own (the state of its "
-WRITE_OWN += "sampler or generator, its metrics)"
 TOLD_APART = "prove it with samples that differ, or with a data set that is read by index"
-OPENED = "{path} is opened for writing by ranks {ranks!s} ({at})"
 APART = "{apart} of {tensors} tensors differ between the ranks {when}: {names} ({at})"
 APART_IN_STEP = "the ranks step with different gradients in {apart} of {tensors} tensors: {names} "
 APART_IN_STEP += "(step {step} at {at})"
@@ -46,23 +42,6 @@ class RunReason(Reason):
     HANG_BY_DIFFERENCE = ("{ranks:; }. The first difference: {difference}", ALL_CALL, Heading.HANG)
     COLLECTIVES_DIFFER = ("{difference}", ALL_CALL, Heading.HANG)
     COLLECTIVES_ALIKE = "{calls:n call}, the same on all ranks"
-    FILE_OF_SEVERAL_RANKS = (OPENED, f"{WRITE_ONCE}; or {WRITE_OWN}", Heading.FILES)
-    FILE_OF_DIFFERENT_CONTENTS = (
-        f"{OPENED}, and they do not write the same",
-        f"{WRITE_OWN}; else {WRITE_ONCE}",
-        Heading.FILES,
-    )
-    FILE_THAT_GROWS = (
-        OPENED,
-        f"{WRITE_ONCE}; meant so only if lines of all ranks may mix",
-        Heading.FILES,
-    )
-    FILE_BEFORE_TRAINING = (
-        OPENED,
-        f"{WRITE_ONCE}; harmless if all ranks write the same, and none reads it meanwhile",
-        Heading.FILES,
-    )
-    FILES_OF_ONE_RANK = "{files} written, each by one rank"
     REDUCTION_UNFINISHED = (
         "on rank {ranks}, some parameters got no gradient in the step before{names}, so DDP stops "
         "it after {steps:n step} ({at})",

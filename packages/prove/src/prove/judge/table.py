@@ -7,6 +7,7 @@ facts into them.
 
 import os
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,6 @@ class Check(StrEnum):
     HANG = "hang"
     COLLECTIVES = "collectives"
     UNUSED_PARAMETERS = "unused parameters"
-    FILES = "files"
     PRINTING = "printing"
     SAMPLES = "samples"
     ONE_DATA_SET = "one data set"
@@ -77,7 +77,7 @@ class ReportRow:
     """One verdict of the four, about one check. facts: what its reason's templates name."""
 
     verdict: str
-    check: Check
+    check: str  # its name
     reason: Reason
     facts: Facts = field(default_factory=dict)
     also: tuple[Facts, ...] = ()  # the same reason at other places, which the same cure mends
@@ -101,24 +101,25 @@ class ReportRow:
         return own | words | {"facts": dict(self.facts), "also": [*map(dict, self.also)]}
 
     @classmethod
-    def from_json(cls, row: dict[str, Any]) -> "ReportRow":
-        reason, also = REASONS[row["reason"]], tuple(row["also"])
-        return cls(row["verdict"], Check(row["check"]), reason, row["facts"], also)
+    def from_json(cls, row: dict[str, Any], sentences: dict[str, Reason]) -> "ReportRow":
+        """sentences: all that prove can say, by their names."""
+        reason, also = sentences[row["reason"]], tuple(row["also"])
+        return cls(row["verdict"], row["check"], reason, row["facts"], also)
 
 
-def right(check: Check, reason: Reason, **facts: Any) -> ReportRow:
+def right(check: str, reason: Reason, **facts: Any) -> ReportRow:
     return ReportRow(RIGHT, check, reason, facts)
 
 
-def wrong(check: Check, reason: Reason, **facts: Any) -> ReportRow:
+def wrong(check: str, reason: Reason, **facts: Any) -> ReportRow:
     return ReportRow(WRONG, check, reason, facts)
 
 
-def warning(check: Check, reason: Reason, **facts: Any) -> ReportRow:
+def warning(check: str, reason: Reason, **facts: Any) -> ReportRow:
     return ReportRow(WARNING, check, reason, facts)
 
 
-def not_seen(check: Check, reason: Reason, **facts: Any) -> ReportRow:
+def not_seen(check: str, reason: Reason, **facts: Any) -> ReportRow:
     return ReportRow(NOT_SEEN, check, reason, facts)
 
 
@@ -148,7 +149,7 @@ def format_table(rows: list[ReportRow]) -> str:
     return "\n".join(lines)
 
 
-def unproven_checks(rows: list[ReportRow], checks: list[Check]) -> list[Check]:
+def unproven_checks(rows: list[ReportRow], checks: Sequence[str]) -> list[str]:
     """Those of the comparisons that are the proof which could not be made, or whose difference may
     be meant so."""
     decided = {row.check for row in rows if row.verdict in (RIGHT, WRONG)}

@@ -1,0 +1,87 @@
+"""The checks, in the order in which they judge the run of all ranks.
+
+A new check: a module here, and its name in this list. What it needs is in base.py.
+"""
+
+from prove.checks import files
+from prove.checks.base import Check, Group, Seen, Stage
+from prove.judge import effects, epochs, evaluation, model, samples
+from prove.judge.reasons import Reason
+from prove.judge.table import REASONS, ReportRow
+
+
+def rows_of_collectives(seen: Seen) -> list[ReportRow]:
+    if seen.is_alone:
+        return []
+    return effects.unfinished_rows(seen.records) + effects.collective_rows(seen.outcome)
+
+
+def rows_of_printing(seen: Seen) -> list[ReportRow]:
+    return [] if seen.is_alone else effects.print_rows(seen.records)
+
+
+def rows_of_weights(seen: Seen) -> list[ReportRow]:
+    if len(seen.records) == 1 or seen.verdicts("zero gradients"):
+        return []
+    if seen.model_is_divided():
+        return model.rows_of_divided_model()
+    return model.weight_rows(seen.records, seen.steps)
+
+
+def rows_of_one_model(seen: Seen) -> list[ReportRow]:
+    same = [row for row in seen.rows if row.check == "weights"]
+    return model.rows_of_one_model(seen.records, seen.steps, same)
+
+
+CHECKS: tuple[Check | Group, ...] = (
+    Group(Stage.ANY_RUN, {"unused parameters", "collectives", "hang"}, rows_of_collectives),
+    files.CHECK,
+    Group(Stage.ANY_RUN, {"printing"}, rows_of_printing),
+    Group(
+        Stage.ALL_RECORDS,
+        {"samples", "one data set", "workers"},
+        lambda seen: samples.sample_rows(seen.records),
+    ),
+    Group(
+        Stage.ALL_RECORDS,
+        {"batches per epoch", "order of an epoch", "dropout", "augmentation"},
+        lambda seen: epochs.epoch_rows(seen.records),
+    ),
+    Group(Stage.ALL_RECORDS, {"evaluation"}, lambda seen: evaluation.evaluation_rows(seen.records)),
+    Group(
+        Stage.STEPS,
+        {
+            "clipping", "zero gradients", "optimizer", "unused parameters", "accumulation",
+            "finite gradients",
+        },
+        lambda seen: model.rows_of_steps(seen.records),
+    ),
+    Group(Stage.STEPS, {"weights"}, rows_of_weights),
+    Group(
+        Stage.ONE_MODEL,
+        {
+            "zero_grad", "averaged gradients", "forward through DDP", "unused parameters",
+            "learning rate by rank", "loss scale", "buffers", "batch statistics", "evaluated model",
+        },
+        rows_of_one_model,
+    ),
+)  # fmt: skip
+
+
+def judge_in_order(stage: Stage, seen: Seen) -> None:
+    """Let all checks of a stage add their rows to the table."""
+    for check in CHECKS:
+        if check.stage == stage:
+            seen.rows += check.judge(seen)
+            seen.judged |= check.names
+
+
+def by_name(reasons: list[Reason]) -> dict[str, Reason]:
+    """JSON has no more of a sentence than its name, so no two checks may have one in common."""
+    named = {reason.name: reason for reason in reasons}
+    if len({*map(id, named.values())}) < len({*map(id, reasons)}):
+        raise ValueError("two sentences have one name")
+    return named
+
+
+SENTENCES = by_name([*REASONS.values(), *(reason for check in CHECKS for reason in check.says)])
