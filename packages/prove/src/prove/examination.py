@@ -15,7 +15,7 @@ from prove.judge.compare_steps import (
     farthest,
     worst,
 )
-from prove.judge.effects import error_of
+from prove.judge.ends import error_of
 from prove.judge.reasons import Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason

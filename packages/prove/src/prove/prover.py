@@ -18,7 +18,7 @@ from prove.checks.base import Seen, Stage
 from prove.examination import Examination
 from prove.judge import printed_numbers, replay_checks, schedule
 from prove.judge.compare_steps import Comparison, Outcome, comparisons, farthest, worst
-from prove.judge.effects import error_of, what_ranks_do
+from prove.judge.ends import error_of, what_ranks_do
 from prove.judge.epochs import original_epoch_rows
 from prove.judge.reasons import Reason
 from prove.judge.replay import Replay

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prove import NotJudgedError, processes
 from prove.judge import epochs, samples
-from prove.judge.effects import error_of, without_our_ends
+from prove.judge.ends import error_of, without_our_ends
 from prove.judge.replay import Precision, Replay
 from prove.judge.table import NotObservedError
 from prove.rank_record import (

@@ -3,21 +3,11 @@
 A new check: a module here, and its name in this list. What it needs is in base.py.
 """
 
-from prove.checks import files
+from prove.checks import collectives, files, hang, printing, unused_parameters
 from prove.checks.base import Check, Group, Seen, Stage
-from prove.judge import effects, epochs, evaluation, model, samples
+from prove.judge import epochs, evaluation, model, samples
 from prove.judge.reasons import Reason
 from prove.judge.table import REASONS, ReportRow
-
-
-def rows_of_collectives(seen: Seen) -> list[ReportRow]:
-    if seen.is_alone:
-        return []
-    return effects.unfinished_rows(seen.records) + effects.collective_rows(seen.outcome)
-
-
-def rows_of_printing(seen: Seen) -> list[ReportRow]:
-    return [] if seen.is_alone else effects.print_rows(seen.records)
 
 
 def rows_of_weights(seen: Seen) -> list[ReportRow]:
@@ -34,9 +24,11 @@ def rows_of_one_model(seen: Seen) -> list[ReportRow]:
 
 
 CHECKS: tuple[Check | Group, ...] = (
-    Group(Stage.ANY_RUN, {"unused parameters", "collectives", "hang"}, rows_of_collectives),
+    unused_parameters.STOPPED,
+    hang.CHECK,
+    collectives.CHECK,
     files.CHECK,
-    Group(Stage.ANY_RUN, {"printing"}, rows_of_printing),
+    printing.CHECK,
     Group(
         Stage.ALL_RECORDS,
         {"samples", "one data set", "workers"},

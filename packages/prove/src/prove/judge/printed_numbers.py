@@ -8,12 +8,11 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from prove.judge.effects import NUMBER
 from prove.judge.reasons import Phrase
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.table import Check, ReportRow, right, warning
-from prove.judge.wording import phrase
+from prove.judge.wording import NUMBER, phrase
 from prove.rank_record import RankRecord
 
 STATISTIC = re.compile(

@@ -20,7 +20,6 @@ OTHER_GRADIENTS = ", but compute other gradients from them"
 OWN_DRAWS = (
     "meant so if each rank draws its own completions, actions or noise for them, as GRPO does"
 )
-ALL_CALL = "every rank must reach each collective the same number of times, in the same order"
 TOLD_APART = "prove it with samples that differ, or with a data set that is read by index"
 APART = "{apart} of {tensors} tensors differ between the ranks {when}: {names} ({at})"
 APART_IN_STEP = "the ranks step with different gradients in {apart} of {tensors} tensors: {names} "
@@ -37,24 +36,6 @@ OVER_ALL_RANKS = (
 
 @unique
 class RunReason(Reason):
-    # effects: together
-    HANG = ("{ranks:; }", f"{ALL_CALL}; and each recv its send", Heading.HANG)
-    HANG_BY_DIFFERENCE = ("{ranks:; }. The first difference: {difference}", ALL_CALL, Heading.HANG)
-    COLLECTIVES_DIFFER = ("{difference}", ALL_CALL, Heading.HANG)
-    COLLECTIVES_ALIKE = "{calls:n call}, the same on all ranks"
-    REDUCTION_UNFINISHED = (
-        "on rank {ranks}, some parameters got no gradient in the step before{names}, so DDP stops "
-        "it after {steps:n step} ({at})",
-        "let all parameters take part on every rank, also where a batch has no targets "
-        "(+ 0 * output.sum()); or find_unused_parameters=True",
-        Heading.UNUSED,
-    )
-    PRINTED_BY_ALL = (
-        "all ranks print {lines}",
-        "if dist.get_rank() == 0; meant so only if each rank reports on itself",
-        Heading.PRINTS,
-    )
-
     # samples
     NO_INPUTS = (
         "no step in a pass over a DataLoader, nor a call of a model with tensors",

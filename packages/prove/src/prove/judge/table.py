@@ -34,10 +34,7 @@ class Check(StrEnum):
     ONE_RANK = "one rank"  # this and the next are the proof
     ORIGINAL = "the original"
     RANKS = "ranks"
-    HANG = "hang"
-    COLLECTIVES = "collectives"
     UNUSED_PARAMETERS = "unused parameters"
-    PRINTING = "printing"
     SAMPLES = "samples"
     ONE_DATA_SET = "one data set"
     WORKERS = "workers"
