@@ -3,9 +3,23 @@
 A new check: a module here, and its name in this list. What it needs is in base.py.
 """
 
-from prove.checks import collectives, files, hang, printing, unused_parameters
+from prove.checks import (
+    augmentation,
+    batches_per_epoch,
+    collectives,
+    dropout,
+    evaluation,
+    files,
+    hang,
+    one_data_set,
+    order_of_an_epoch,
+    printing,
+    samples,
+    unused_parameters,
+    workers,
+)
 from prove.checks.base import Check, Group, Seen, Stage
-from prove.judge import epochs, evaluation, model, samples
+from prove.judge import model
 from prove.judge.reasons import Reason
 from prove.judge.table import REASONS, ReportRow
 
@@ -29,17 +43,15 @@ CHECKS: tuple[Check | Group, ...] = (
     collectives.CHECK,
     files.CHECK,
     printing.CHECK,
-    Group(
-        Stage.ALL_RECORDS,
-        {"samples", "one data set", "workers"},
-        lambda seen: samples.sample_rows(seen.records),
-    ),
-    Group(
-        Stage.ALL_RECORDS,
-        {"batches per epoch", "order of an epoch", "dropout", "augmentation"},
-        lambda seen: epochs.epoch_rows(seen.records),
-    ),
-    Group(Stage.ALL_RECORDS, {"evaluation"}, lambda seen: evaluation.evaluation_rows(seen.records)),
+    one_data_set.FIELDS,
+    samples.CHECK,
+    workers.CHECK,
+    one_data_set.CONTENTS,
+    batches_per_epoch.CHECK,
+    order_of_an_epoch.CHECK,
+    dropout.CHECK,
+    augmentation.CHECK,
+    evaluation.CHECK,
     Group(
         Stage.STEPS,
         {
