@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from prove import NotJudgedError, processes
+from prove import processes
 from prove.checks import judge_in_order
 from prove.checks.base import Seen, Stage
+from prove.errors import NotJudgedError
 from prove.examination import Examination
 from prove.judge import printed_numbers, replay_checks, schedule
 from prove.judge.compare_steps import Comparison, Outcome, comparisons, farthest, worst

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from prove import NotJudgedError, processes
+from prove import processes
+from prove.errors import NotJudgedError, NotObservedError
 from prove.judge import epoch_ends, loader_passes
 from prove.judge.ends import error_of, without_our_ends
 from prove.judge.replay import Precision, Replay
-from prove.judge.table import NotObservedError
 from prove.rank_record import (
     Ended,
     Mode,

@@ -57,10 +57,6 @@ class Check(StrEnum):
     PRINTED_NUMBERS = "printed numbers"
 
 
-class NotObservedError(Exception):
-    """The script fails only while prove watches it: a mistake of prove's."""
-
-
 @dataclass(frozen=True)
 class ReportRow:
     """One verdict of the four, about one check. facts: what its reason's templates name."""
