@@ -152,6 +152,17 @@ def test_gradients_that_are_no_numbers_are_not_called_zero(prove_script):
     assert verdict(ended, "finite gradients") == "warning", ended.stdout + ended.stderr
     assert verdict(ended, "zero gradients").startswith("no row")
     ended = prove_script(source.replace("x).square()", "x * 0).square()"))  # the control
+    assert verdict(ended, "finite loss").startswith("no row")
+    assert verdict(ended, "finite gradients").startswith("no row")
+
+
+def test_a_loss_that_is_no_number_is_seen_also_where_its_gradients_are_finite(prove_script):
+    """The test above has its control."""
+    source = training_of("DistributedDataParallel(nn.Linear(8, 8))")
+    line = next(n for n, text in enumerate(source.splitlines(), 1) if "backward()" in text)
+    ended = prove_script(source.replace("mean().backward", "mean().add(x[:0].mean()).backward"))
+    assert verdict(ended, "finite loss") == "warning", ended.stdout + ended.stderr
+    assert f"the loss is nan at train.py:{line}, first before step 1" in ended.stdout
     assert verdict(ended, "finite gradients").startswith("no row")
 
 

@@ -342,6 +342,29 @@ class Metric(NamedTuple):
     steps_before: int
 
 
+class DrawKey(NamedTuple):
+    """Which of the calls that draw random numbers this is."""
+
+    batch: tuple[int, int]  # the pass over a loader and the number of the batch
+    at: str
+    name: str
+    number: int  # of this call, at this place and in this batch
+
+
+class Draw(NamedTuple):
+    """What one such call has drawn."""
+
+    value: Any
+    arguments: list  # the numbers with which it was called
+
+
+class OneDraw(NamedTuple):
+    """All samples of a batch get one and the same draw, so that their order cannot matter."""
+
+    dim: int  # of the samples
+    row: Any  # a tensor
+
+
 CENTERED = "mean that was subtracted"
 
 
@@ -457,7 +480,7 @@ def loop_file(folder: str, mode: str, rank: int) -> Path:
 
 
 def forced_file(folder: str, variant: ReplayVariant) -> Path:
-    """Draws that all runs of a variant are given: draws.Draw or draws.OneDraw by key."""
+    """Draws that all runs of a variant are given: Draw or OneDraw by key."""
     return Path(folder, f"forced{variant}.pt")
 
 

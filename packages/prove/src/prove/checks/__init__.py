@@ -10,6 +10,7 @@ from prove.checks import (
     dropout,
     evaluation,
     files,
+    finite_loss,
     hang,
     one_data_set,
     order_of_an_epoch,
@@ -52,6 +53,7 @@ CHECKS: tuple[Check | Group, ...] = (
     dropout.CHECK,
     augmentation.CHECK,
     evaluation.CHECK,
+    finite_loss.CHECK,
     Group(
         Stage.STEPS,
         {

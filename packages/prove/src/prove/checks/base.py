@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum, unique
 from functools import cached_property
 
+from prove.checks.mistake import Mistake
 from prove.judge.loader_passes import share_one_data_set, trained_loader_passes
 from prove.judge.reasons import Reason
 from prove.judge.steps import StepOfRanks, model_is_divided, steps_of
@@ -75,6 +76,7 @@ class Check:
     judge: Callable[[Seen], list[ReportRow]]
     stage: Stage
     watch: Callable[[RankRun], None] | None = None  # in each rank, beside the script
+    planted: tuple[Mistake, ...] = ()  # that the check must find, or must not call WRONG
 
     def __post_init__(self) -> None:
         unique(self.says)  # of two sentences alike, the second would be lost

@@ -112,6 +112,8 @@ class Events:
     """What a check may hear of: each list holds the functions that are then called."""
 
     def __init__(self) -> None:
+        # A backward begins: its loss.
+        self.backwards: list[Callable[[torch.Tensor], None]] = []
         # A file is opened for writing, renamed or removed: its path, and its mode as for open(),
         # which is None if it is not opened.
         self.file_changes: list[Callable[[str, str | None], None]] = []
@@ -133,7 +135,6 @@ class RankRun:
         self.exchanges = 0  # calls that reach other ranks
         self.joined = self.written = False
         self.in_second_epoch = False
-        self.loss_at = ""  # the last call of a loss function of torch
         self.running_modules: list[torch.nn.Module] = []  # in forward, the innermost last
         self.current_loader_pass: LoaderPass | None = (
             None  # over the loader that gave the last batch
