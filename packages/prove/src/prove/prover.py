@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prove import NotJudgedError, processes
-from prove.checks import judge_in_order
+from prove.checks import judge_in_order, unused_parameters
 from prove.checks.base import Seen, Stage
 from prove.examination import Examination
 from prove.judge import printed_numbers, replay_checks, schedule
@@ -107,12 +107,13 @@ class Prover:
         rows += self.one_rank_rows(rows)
         if any(row.check == Check.ONE_RANK and row.verdict == RIGHT for row in rows):
             # Whatever changed the gradients before the step was no mistake.
+            of_some = unused_parameters.Says.PARAMETERS_OF_SOME
             unexplained = (Check.AVERAGED_GRADIENTS, Check.FORWARD)
             rows[:] = [
                 row for row in rows
                 if row.verdict == RIGHT
                 or row.reason == RunReason.IMAGINARY_LOST  # one rank loses it, too
-                or (row.check not in unexplained and row.reason != RunReason.PARAMETERS_OF_SOME)
+                or (row.check not in unexplained and row.reason != of_some)
             ]  # fmt: skip
         rows += self.original_rows(rows)
 

@@ -3,7 +3,18 @@
 A new check: a module here, and its name in this list. What it needs is in base.py.
 """
 
-from prove.checks import collectives, files, hang, printing, unused_parameters
+from prove.checks import (
+    accumulation,
+    clipping,
+    collectives,
+    files,
+    finite_gradients,
+    hang,
+    optimizer,
+    printing,
+    unused_parameters,
+    zero_gradients,
+)
 from prove.checks.base import Check, Group, Seen, Stage
 from prove.judge import epochs, evaluation, model, samples
 from prove.judge.reasons import Reason
@@ -16,6 +27,11 @@ def rows_of_weights(seen: Seen) -> list[ReportRow]:
     if seen.model_is_divided():
         return model.rows_of_divided_model()
     return model.weight_rows(seen.records, seen.steps)
+
+
+def rows_of_gradients(seen: Seen) -> list[ReportRow]:
+    same, first = [row for row in seen.rows if row.check == "weights"], seen.records[0]
+    return model.averaged_gradient_rows(first, seen.steps, same) + model.forward_rows(first, same)
 
 
 def rows_of_one_model(seen: Seen) -> list[ReportRow]:
@@ -40,19 +56,21 @@ CHECKS: tuple[Check | Group, ...] = (
         lambda seen: epochs.epoch_rows(seen.records),
     ),
     Group(Stage.ALL_RECORDS, {"evaluation"}, lambda seen: evaluation.evaluation_rows(seen.records)),
-    Group(
-        Stage.STEPS,
-        {
-            "clipping", "zero gradients", "optimizer", "unused parameters", "accumulation",
-            "finite gradients",
-        },
-        lambda seen: model.rows_of_steps(seen.records),
-    ),
+    clipping.CHECK,
+    zero_gradients.CHECK,
+    optimizer.CHECK,
+    accumulation.CHECK,
+    finite_gradients.CHECK,
     Group(Stage.STEPS, {"weights"}, rows_of_weights),
     Group(
         Stage.ONE_MODEL,
+        {"zero_grad", "averaged gradients", "forward through DDP"},
+        rows_of_gradients,
+    ),
+    unused_parameters.USED_BY_SOME,
+    Group(
+        Stage.ONE_MODEL,
         {
-            "zero_grad", "averaged gradients", "forward through DDP", "unused parameters",
             "learning rate by rank", "loss scale", "buffers", "batch statistics", "evaluated model",
         },
         rows_of_one_model,

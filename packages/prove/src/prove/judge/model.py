@@ -1,6 +1,5 @@
 """Do all ranks train one model? Weights, gradients and buffers, by their projections."""
 
-import math
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -18,12 +17,6 @@ TOLERANCES |= {"torch.float32": 2e-3, "torch.complex64": 2e-3}
 MOST_RANKS = 8  # of which every choice is tried
 
 
-def rows_of_steps(records: list[RankRecord]) -> list[ReportRow]:
-    first, zero = records[0], zero_gradient_rows(records)
-    rows = clipping_rows(first) + zero + optimizer_rows(first) + accumulation_rows(first)
-    return rows + finite_gradient_rows(records)
-
-
 def rows_of_divided_model() -> list[ReportRow]:
     return [not_seen(Check.WEIGHTS, RunReason.MODEL_IS_DIVIDED)]
 
@@ -32,10 +25,7 @@ def rows_of_one_model(
     records: list[RankRecord], steps: list[StepOfRanks], same: list[ReportRow]
 ) -> list[ReportRow]:
     """same: the rows about weights."""
-    first = records[0]
-    rows = averaged_gradient_rows(first, steps, same) + forward_rows(first, same)
-    rows += partly_used_rows(steps)
-    rows += learning_rate_rows(records, steps) + metric_rows(records) + loss_scale_rows(steps)
+    rows = learning_rate_rows(records, steps) + metric_rows(records) + loss_scale_rows(steps)
     rows += buffer_rows(records) + statistic_rows(records)
     if all(row.verdict == RIGHT for row in same):  # or they evaluate what they train
         rows += rows_of_buffers_outside_ddp(records) + evaluated_model_rows(records)
@@ -192,22 +182,6 @@ def averaged_gradient_rows(
     return [not_seen(check, reason, **facts)]
 
 
-def partly_used_rows(steps: list[StepOfRanks]) -> list[ReportRow]:
-    for step in steps:
-        for number, local in enumerate(step.by_parameter("local_gradients")):
-            used = [rank for rank, gradient in enumerate(local) if gradient is not None]
-            if 0 < len(used) < len(local):
-                names = [
-                    step.optimizer.names[other]
-                    for other, own in enumerate(step.by_parameter("local_gradients"))
-                    if number <= other and [gradient is None for gradient in own]
-                    == [gradient is None for gradient in local]
-                ]  # fmt: skip
-                facts = {"names": names, "ranks": used, "step": step.number, "at": step.at}
-                return [warning(Check.UNUSED_PARAMETERS, RunReason.PARAMETERS_OF_SOME, **facts)]
-    return []
-
-
 def row_of_some_ranks(step: StepOfRanks) -> ReportRow | None:
     """Is p.grad, alike on all ranks, what only some of them have computed, or do some count more?
 
@@ -294,71 +268,6 @@ def forward_rows(first: RankRecord, rows_of_weights: list[ReportRow]) -> list[Re
     if not first.ddps:
         rows.append(not_seen(check, RunReason.NO_DDP))
     return rows
-
-
-def optimizer_rows(first: RankRecord) -> list[ReportRow]:
-    rows, check = [], Check.OPTIMIZER
-    for ddp in first.ddps:
-        missing, total = ddp.in_no_optimizer, ddp.parameters
-        unused = [name for name in ddp.without_gradient if name not in missing]
-        if not missing:
-            rows.append(right(check, RunReason.PARAMETERS_HELD, parameters=total))
-        elif len(missing) == total and ddp.forwards:
-            optimizers = [optimizer.at for optimizer in first.optimizers]
-            rows.append(wrong(check, RunReason.NO_PARAMETER_HELD, optimizers=optimizers, at=ddp.at))
-        else:
-            facts = {"missing": len(missing), "parameters": total, "names": missing}
-            rows.append(warning(check, RunReason.PARAMETERS_MISSING, **facts))
-        if unused and ddp.forwards:
-            rows.append(warning(Check.UNUSED_PARAMETERS, RunReason.PARAMETERS_UNUSED, names=unused))
-    return rows
-
-
-def accumulation_rows(first: RankRecord) -> list[ReportRow]:
-    """Several backwards before the first step, of a loss that no operation has divided."""
-    backwards = [backward for backward in first.backwards if backward.steps_before == 0]
-    places = {backward.at for backward in backwards}
-    n = min(len(backwards), 1 + sum(backward.adds_up for backward in backwards))
-    if n < 2 or len(places) > 1 or len(first.optimizers) != 1:
-        return []
-    if any(backward.is_scaled for backward in backwards):
-        return []
-    return [warning(Check.ACCUMULATION, RunReason.LOSS_NOT_DIVIDED, backwards=n, at=places.pop())]
-
-
-def zero_gradient_rows(records: list[RankRecord]) -> list[ReportRow]:
-    optimizers = [optimizer for rank in records for optimizer in rank.optimizers]
-    steps = [step for optimizer in optimizers for step in optimizer.steps]
-    norms = [gradient[1] for step in steps for gradient in step.gradients if gradient]
-    if not norms or any(norm != 0 for norm in norms):  # also if it is not a number
-        return []
-    return [wrong(Check.ZERO_GRADIENTS, RunReason.ZERO_GRADIENTS, at=steps[0].at)]
-
-
-def finite_gradient_rows(records: list[RankRecord]) -> list[ReportRow]:
-    """Infinite ones, or no numbers at all: these are not zero, and not equal to anything."""
-    bad: dict[int, list[int]] = {}  # the ranks, by the number of the step
-    places: dict[int, str] = {}
-    for rank in records:
-        for optimizer in rank.optimizers:
-            for number, step in enumerate(optimizer.steps, start=1):
-                norms = [gradient[1] for gradient in step.gradients if gradient]
-                if not all(map(math.isfinite, norms)):
-                    bad.setdefault(number, []).append(rank.rank)
-                    places.setdefault(number, step.at)
-    if not bad:
-        return []
-    first = min(bad)
-    facts = {"steps": len(bad), "step": first, "at": places[first], "ranks": sorted({*bad[first]})}
-    return [warning(Check.FINITE_GRADIENTS, RunReason.GRADIENTS_NOT_FINITE, **facts)]
-
-
-def clipping_rows(first: RankRecord) -> list[ReportRow]:
-    if at := first.notes.get(Note.CLIPS_SCALED):
-        return [wrong(Check.CLIPPING, RunReason.CLIPS_SCALED, at=at)]
-    if Note.CLIPS in first.notes:
-        return [right(Check.CLIPPING, RunReason.CLIPS_UNSCALED)]
-    return []
 
 
 def learning_rate_rows(records: list[RankRecord], steps: list[StepOfRanks]) -> list[ReportRow]:

@@ -287,47 +287,6 @@ class RunReason(Reason):
     )
 
     # model
-    CLIPS_SCALED = (
-        "gradients are clipped while they are multiplied by the loss scale ({at})",
-        "scaler.unscale_(optimizer) before clipping",
-    )
-    CLIPS_UNSCALED = "of gradients that are not scaled"
-    ZERO_GRADIENTS = (
-        "all gradients are exactly zero in all steps ({at})",
-        "the loss does not depend on the weights: is it a cross-entropy over one class?",
-    )
-    GRADIENTS_NOT_FINITE = (
-        "the gradients of {steps:n step} are not finite, first those of step {step} ({at}, ranks "
-        "{ranks}): such numbers cannot be compared",
-        "find the batch: torch.autograd.set_detect_anomaly(True); and all ranks must leave out "
-        "the same step",
-        Heading.NAN,
-    )
-    PARAMETERS_HELD = "it holds the {parameters} parameters of the model"
-    NO_PARAMETER_HELD = (
-        "no optimizer ({optimizers}) holds a parameter of the model that DDP wraps at {at}",
-        "make the optimizer from ddp.parameters(), after wrapping",
-    )
-    PARAMETERS_MISSING = (
-        "{missing} of {parameters} parameters are in no optimizer: {names}",
-        "add them, or requires_grad_(False)",
-    )
-    PARAMETERS_OF_SOME = (
-        "{names} got a gradient on rank {ranks} only (step {step} at {at}): for DDP, it is zero on "
-        "the others, and the mean is over all ranks",
-        "let all ranks use the same parameters in a step: what is decided for a batch must be "
-        "decided alike; meant so if the loss divides by a number of all ranks",
-        Heading.LOSS,
-    )
-    PARAMETERS_UNUSED = (
-        "no gradient ever reached {names}",
-        "use them, or freeze them",
-        Heading.UNUSED,
-    )
-    LOSS_NOT_DIVIDED = (
-        "{backwards} backwards at {at} add up, and the loss is not divided",
-        "loss / {backwards}; meant so only if the loss is a sum, or the rate is divided",
-    )
     MODEL_IS_DIVIDED = (
         "the ranks hold different parts of the model, or work in groups",
         "prove it without model-parallel layers and groups; or let the row one rank decide",
