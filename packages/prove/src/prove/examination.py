@@ -6,6 +6,7 @@ alike on all ranks, or all samples get one draw.
 
 import torch
 
+from prove.checks import forward_through_ddp
 from prove.judge import replay_checks
 from prove.judge.compare_steps import (
     FLOAT64_LIMIT,
@@ -210,7 +211,7 @@ def is_explained(step: int, rows: list[ReportRow]) -> bool:
             return True
         if row.check == Check.WEIGHTS and row.verdict == WARNING and begin <= step:
             return True
-        of_the_step = (Check.AVERAGED_GRADIENTS, Check.ZERO_GRAD, Check.FORWARD)
+        of_the_step = (Check.AVERAGED_GRADIENTS, Check.ZERO_GRAD, forward_through_ddp.NAME)
         if row.check in of_the_step and row.verdict == WRONG and begin <= step:
             return True
     return False

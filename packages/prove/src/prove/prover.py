@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prove import NotJudgedError, processes
-from prove.checks import judge_in_order, unused_parameters
+from prove.checks import forward_through_ddp, judge_in_order, unused_parameters
 from prove.checks.base import Seen, Stage
 from prove.examination import Examination
 from prove.judge import printed_numbers, replay_checks, schedule
@@ -108,7 +108,7 @@ class Prover:
         if any(row.check == Check.ONE_RANK and row.verdict == RIGHT for row in rows):
             # Whatever changed the gradients before the step was no mistake.
             of_some = unused_parameters.Says.PARAMETERS_OF_SOME
-            unexplained = (Check.AVERAGED_GRADIENTS, Check.FORWARD)
+            unexplained = (Check.AVERAGED_GRADIENTS, forward_through_ddp.NAME)
             rows[:] = [
                 row for row in rows
                 if row.verdict == RIGHT

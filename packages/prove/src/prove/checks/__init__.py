@@ -5,11 +5,17 @@ A new check: a module here, and its name in this list. What it needs is in base.
 
 from prove.checks import (
     accumulation,
+    batch_statistics,
+    buffers,
     clipping,
     collectives,
+    evaluated_model,
     files,
     finite_gradients,
+    forward_through_ddp,
     hang,
+    learning_rate_by_rank,
+    loss_scale,
     optimizer,
     printing,
     unused_parameters,
@@ -31,12 +37,7 @@ def rows_of_weights(seen: Seen) -> list[ReportRow]:
 
 def rows_of_gradients(seen: Seen) -> list[ReportRow]:
     same, first = [row for row in seen.rows if row.check == "weights"], seen.records[0]
-    return model.averaged_gradient_rows(first, seen.steps, same) + model.forward_rows(first, same)
-
-
-def rows_of_one_model(seen: Seen) -> list[ReportRow]:
-    same = [row for row in seen.rows if row.check == "weights"]
-    return model.rows_of_one_model(seen.records, seen.steps, same)
+    return model.averaged_gradient_rows(first, seen.steps, same)
 
 
 CHECKS: tuple[Check | Group, ...] = (
@@ -62,19 +63,15 @@ CHECKS: tuple[Check | Group, ...] = (
     accumulation.CHECK,
     finite_gradients.CHECK,
     Group(Stage.STEPS, {"weights"}, rows_of_weights),
-    Group(
-        Stage.ONE_MODEL,
-        {"zero_grad", "averaged gradients", "forward through DDP"},
-        rows_of_gradients,
-    ),
+    Group(Stage.ONE_MODEL, {"zero_grad", "averaged gradients"}, rows_of_gradients),
+    forward_through_ddp.CHECK,
     unused_parameters.USED_BY_SOME,
-    Group(
-        Stage.ONE_MODEL,
-        {
-            "learning rate by rank", "loss scale", "buffers", "batch statistics", "evaluated model",
-        },
-        rows_of_one_model,
-    ),
+    learning_rate_by_rank.CHECK,
+    loss_scale.CHECK,
+    buffers.CHECK,
+    batch_statistics.CHECK,
+    buffers.OUTSIDE_DDP,
+    evaluated_model.CHECK,
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Do all ranks train one model? Weights, gradients and buffers, by their projections."""
 
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -10,7 +10,7 @@ from prove.judge.run_reasons import RunReason
 from prove.judge.steps import TINY, StepOfRanks, differ, parameter_names
 from prove.judge.table import RIGHT, WARNING, Check, ReportRow, not_seen, right, warning, wrong
 from prove.judge.wording import phrase
-from prove.rank_record import CENTERED, EvaluatedModule, Note, Projection, RankRecord
+from prove.rank_record import Note, Projection, RankRecord
 
 TOLERANCES = {"torch.float64": 1e-6, "torch.complex128": 1e-6}
 TOLERANCES |= {"torch.float32": 2e-3, "torch.complex64": 2e-3}
@@ -19,17 +19,6 @@ MOST_RANKS = 8  # of which every choice is tried
 
 def rows_of_divided_model() -> list[ReportRow]:
     return [not_seen(Check.WEIGHTS, RunReason.MODEL_IS_DIVIDED)]
-
-
-def rows_of_one_model(
-    records: list[RankRecord], steps: list[StepOfRanks], same: list[ReportRow]
-) -> list[ReportRow]:
-    """same: the rows about weights."""
-    rows = learning_rate_rows(records, steps) + metric_rows(records) + loss_scale_rows(steps)
-    rows += buffer_rows(records) + statistic_rows(records)
-    if all(row.verdict == RIGHT for row in same):  # or they evaluate what they train
-        rows += rows_of_buffers_outside_ddp(records) + evaluated_model_rows(records)
-    return rows
 
 
 class HeldWeights(NamedTuple):
@@ -252,146 +241,3 @@ def times_the_mean(step: StepOfRanks) -> float | None:
     factor, limit = sure[len(sure) // 2], tolerance(step)
     agree = all(abs(gradient - factor * mean) <= limit * norm for gradient, mean, norm in known)
     return factor if agree else None
-
-
-def forward_rows(first: RankRecord, rows_of_weights: list[ReportRow]) -> list[ReportRow]:
-    rows, check = [], Check.FORWARD
-    for ddp in first.ddps:
-        if ddp.forwards_around and any(row.verdict != RIGHT for row in rows_of_weights):
-            facts = {
-                "around": sum(ddp.forwards_around.values()), "places": [*ddp.forwards_around],
-                "through": ddp.forwards,
-            }  # fmt: skip
-            rows.append(wrong(check, RunReason.AROUND_DDP, **facts))
-        elif ddp.forwards:
-            rows.append(right(check, RunReason.THROUGH_DDP, forwards=ddp.forwards))
-    if not first.ddps:
-        rows.append(not_seen(check, RunReason.NO_DDP))
-    return rows
-
-
-def learning_rate_rows(records: list[RankRecord], steps: list[StepOfRanks]) -> list[ReportRow]:
-    rates = [
-        (
-            [of_rank.learning_rates for of_rank in step.steps],
-            phrase(Phrase.AT_STEP, step=step.number, at=step.at),
-        )
-        for step in steps
-    ]
-    epochs = zip(*(rank.rates_after_epochs for rank in records), strict=False)
-    rates += [
-        (list(of_ranks), phrase(Phrase.AFTER_EPOCH, epoch=n))
-        for n, of_ranks in enumerate(epochs, start=1)
-    ]
-    for of_ranks, when in rates:
-        if any(of_rank != of_ranks[0] for of_rank in of_ranks):
-            first_rates = [of_rank[0] for of_rank in of_ranks]
-            reason = RunReason.RATES_BY_RANK
-            return [wrong(Check.LEARNING_RATE, reason, rates=first_rates, when=when)]
-    return []
-
-
-def metric_rows(records: list[RankRecord]) -> list[ReportRow]:
-    """What decides when the rate falls: is it one number for all ranks?"""
-    check, number = Check.LEARNING_RATE, 0
-    for metrics in zip(*(rank.metrics for rank in records), strict=False):
-        values, first = [metric.value for metric in metrics], metrics[0]
-        number += 1
-        if max(values) - min(values) > 1e-6 * max(map(abs, values)):
-            facts = {"values": values, "steps": first.steps_before, "at": first.at}
-            return [warning(check, RunReason.METRICS_BY_RANK, **facts)]
-    return [right(check, RunReason.METRICS_ALIKE, numbers=number)] if number else []
-
-
-def loss_scale_rows(steps: list[StepOfRanks]) -> list[ReportRow]:
-    for step in steps:
-        scales = [of_rank.loss_scale for of_rank in step.steps]
-        if len({*scales}) > 1:
-            when = phrase(Phrase.AT_STEP, step=step.number, at=step.at)
-            return [
-                wrong(Check.LOSS_SCALE, RunReason.LOSS_SCALES_BY_RANK, scales=scales, when=when)
-            ]
-    return []
-
-
-def buffer_rows(records: list[RankRecord]) -> list[ReportRow]:
-    check, rows = Check.BUFFERS, []
-    for ddps in zip(*(rank.ddps for rank in records), strict=False):
-        evaluated = all(ddp.buffers_at_evaluation for ddp in ddps)
-        if not evaluated and any(ddp.buffers_at_evaluation for ddp in ddps):
-            continue  # only some ranks evaluate, with their own: as good as those of any rank
-        when = phrase(Phrase.AT_EVALUATION if evaluated else Phrase.AT_THE_END)
-        of_ranks = [ddp.buffers_at_evaluation or ddp.buffers_at_end for ddp in ddps]
-        names = [name for name in of_ranks[0] if all(name in of_rank for of_rank in of_ranks)]
-        apart = [name for name in names if differ([of_rank[name] for of_rank in of_ranks])]
-        if apart:
-            facts = {"apart": len(apart), "buffers": len(names), "names": apart, "when": when}
-            rows.append(warning(check, RunReason.BUFFERS_DIFFER, **facts))
-        elif names:
-            rows.append(right(check, RunReason.BUFFERS_ALIKE, when=when))
-    return rows
-
-
-def rows_of_buffers_outside_ddp(records: list[RankRecord]) -> list[ReportRow]:
-    """Such as running means of observations; of modules without parameters that are trained."""
-    for module, first in records[0].buffers_outside_ddp.items():
-        of_ranks = [rank.buffers_outside_ddp.get(module, {}) for rank in records]
-        names = [name for name in first if all(name in own for own in of_ranks)]
-        if apart := [name for name in names if differ([own[name] for own in of_ranks])]:
-            facts = {"module": module, "names": apart}
-            return [warning(Check.BUFFERS, RunReason.BUFFERS_OUTSIDE_DDP, **facts)]
-    return []
-
-
-def statistic_rows(records: list[RankRecord]) -> list[ReportRow]:
-    """Means and the like over the samples of one rank that its loss depends on; the first."""
-    statistic = differing_statistic(records)
-    if statistic is None:
-        return []
-    is_centered = statistic["name"] == CENTERED
-    reason = RunReason.CENTERED_BY_RANK if is_centered else RunReason.STATISTICS_BY_RANK
-    return [warning(Check.BATCH_STATISTICS, reason, **statistic)]
-
-
-def differing_statistic(records: list[RankRecord]) -> dict[str, Any] | None:
-    numbers = [{each.tag: each.value for each in rank.statistics} for rank in records]
-    for each in records[0].statistics:
-        values = [own[each.tag] for own in numbers if each.tag in own]
-        if len(values) == len(records) and max(values) - min(values) > 1e-6 * max(map(abs, values)):
-            return {"name": each.name, "at": each.at, "values": values}
-    return None
-
-
-def evaluated_model_rows(records: list[RankRecord]) -> list[ReportRow]:
-    """Models outside DDP that are called without being trained: averaged ones, teachers."""
-    check, alike = Check.EVALUATED_MODEL, []
-    for of_ranks in evaluated_by_all(records):
-        first = of_ranks[0]
-        names = [name for name in first.tensors if all(name in own.tensors for own in of_ranks)]
-        apart = [name for name in names if differ([own.tensors[name] for own in of_ranks])]
-        if apart:
-            facts = {
-                "module": first.name, "apart": len(apart), "tensors": len(names), "names": apart,
-                "steps": first.steps_before,
-            }  # fmt: skip
-            if {*apart} <= {*first.buffers}:
-                return [warning(check, RunReason.EVALUATED_BUFFERS_DIFFER, **facts)]
-            return [warning(check, RunReason.EVALUATED_MODELS_DIFFER, **facts)]
-        if names and first.name not in alike:
-            alike.append(first.name)
-    return [right(check, RunReason.EVALUATED_MODELS_ALIKE, modules=alike)] if alike else []
-
-
-def evaluated_by_all(records: list[RankRecord]) -> list[list[EvaluatedModule]]:
-    """Each module that all ranks call at the same place after as many steps."""
-    by_place: list[dict[tuple, list[EvaluatedModule]]] = []
-    for rank in records:
-        own: dict[tuple, list[EvaluatedModule]] = {}
-        for module in rank.evaluated:
-            own.setdefault((module.name, module.steps_before), []).append(module)
-        by_place.append(own)
-    return [
-        list(of_ranks)
-        for place in by_place[0]
-        for of_ranks in zip(*(own.get(place, []) for own in by_place), strict=False)
-    ]

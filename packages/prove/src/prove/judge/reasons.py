@@ -40,8 +40,6 @@ class Phrase:
     AFTER_EPOCH = "after epoch {epoch}"
     AT_STEP = "at step {step} ({at})"
     IN_PASS = "{at} in pass {number} over it"
-    AT_EVALUATION = "evaluation"
-    AT_THE_END = "the end"
     ALLOW_FLOAT32 = "if a part of the step computes in float32, --float32 allows for that"
     COMPUTE_IN_FLOAT64 = "let all parts of the step compute in float64 while you prove it"
     TRY_FLOAT32 = "try --float32"

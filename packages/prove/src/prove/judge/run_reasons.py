@@ -28,10 +28,6 @@ WAS_FROZEN = "frozen when DDP was made ({wrapped_at}), so DDP does not average i
 WRAP_AGAIN = "wrap the model in DDP again after unfreezing"
 LENGTHS = "{samples} samples in {batches} batches on {world_size} ranks together, "
 LENGTHS += "{samples_of_original} in {batches_of_original} in the original ({at})"
-OVER_ALL_RANKS = (
-    "take the mean over all ranks: all_reduce sums and counts, then divide; meant so only if each "
-    "rank is to be normalized by itself"
-)
 
 
 @unique
@@ -366,67 +362,3 @@ class RunReason(Reason):
     CHANGED_BEFORE_STEP = (
         "changed before the step: {factor:.4g} times the mean (step {step} at {at})"
     )
-    AROUND_DDP = (
-        "{around} training forwards go around DDP at {places}, {through} through it",
-        "call ddp(x), not ddp.module(x) or model(x)",
-        Heading.LOSS,
-    )
-    THROUGH_DDP = "{forwards:n training forward}"
-    NO_DDP = (
-        "no DDP",
-        "if gradients are averaged by hand, the rows averaged gradients and weights judge it",
-    )
-    RATES_BY_RANK = (
-        "{rates!s} on the ranks {when}",
-        "the same schedule on all ranks: average what it depends on first",
-        Heading.LOSS,
-    )
-    METRICS_BY_RANK = (
-        "{values:each .4g} on the ranks go into ReduceLROnPlateau, after {steps:n step} ({at})",
-        "average the metric over the ranks first, so that all lower the rate in the same epoch",
-        Heading.LOSS,
-    )
-    METRICS_ALIKE = "the ranks give ReduceLROnPlateau the same {numbers:n number}"
-    LOSS_SCALES_BY_RANK = (
-        "{scales!s} on the ranks {when}",
-        "the same GradScaler settings on all ranks",
-    )
-    BUFFERS_DIFFER = (
-        "{apart} of {buffers} differ between the ranks at {when}: {names}",
-        "broadcast them from rank 0 before evaluation, or SyncBatchNorm",
-        Heading.BUFFERS,
-    )
-    BUFFERS_OUTSIDE_DDP = (
-        "{module}, which is in no DDP model, has other buffers on each rank at the end of "
-        "training: {names}",
-        "all_reduce sums and counts of what they are made from; meant so only if each rank keeps "
-        "its own on purpose",
-        Heading.BUFFERS,
-    )
-    CENTERED_BY_RANK = (
-        "the numbers that each rank makes a tensor of at {at} have mean 0: it has normalized them "
-        "by themselves",
-        OVER_ALL_RANKS,
-        Heading.LOSS,
-    )
-    STATISTICS_BY_RANK = (
-        "the loss depends on the {name} at {at}, which is that of the samples of each rank: "
-        "{values:each .4g}",
-        OVER_ALL_RANKS,
-        Heading.LOSS,
-    )
-    EVALUATED_MODELS_DIFFER = (
-        "{module} is not the same on all ranks: {apart} of its {tensors} tensors differ after "
-        "{steps:n step}, among them {names}",
-        "update a copy of the model on every rank, or broadcast it before it is evaluated; meant "
-        "so only if each rank has a model of its own",
-        Heading.BUFFERS,
-    )
-    EVALUATED_BUFFERS_DIFFER = (
-        "{module} has other buffers on each rank: {apart} of its {tensors} tensors differ after "
-        "{steps:n step}, among them {names}",
-        "broadcast them from rank 0 before evaluation, or SyncBatchNorm",
-        Heading.BUFFERS,
-    )
-    EVALUATED_MODELS_ALIKE = "{modules}: the same on all ranks"
-    BUFFERS_ALIKE = "the same on all ranks at {when}"
