@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prove import NotJudgedError, processes
-from prove.checks import forward_through_ddp, judge_in_order, unused_parameters
+from prove.checks import CHECKS, judge_in_order
 from prove.checks.base import Seen, Stage
 from prove.examination import Examination
 from prove.judge import printed_numbers, replay_checks, schedule
@@ -23,7 +23,6 @@ from prove.judge.epochs import original_epoch_rows
 from prove.judge.reasons import Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.run_reasons import RunReason
 from prove.judge.samples import same_contents, trained_loader_passes
 from prove.judge.table import RIGHT, WRONG, Check, ReportRow, not_seen
 from prove.rank_record import (
@@ -106,15 +105,8 @@ class Prover:
             judge_in_order(Stage.ONE_MODEL, seen)
         rows += self.one_rank_rows(rows)
         if any(row.check == Check.ONE_RANK and row.verdict == RIGHT for row in rows):
-            # Whatever changed the gradients before the step was no mistake.
-            of_some = unused_parameters.Says.PARAMETERS_OF_SOME
-            unexplained = (Check.AVERAGED_GRADIENTS, forward_through_ddp.NAME)
-            rows[:] = [
-                row for row in rows
-                if row.verdict == RIGHT
-                or row.reason == RunReason.IMAGINARY_LOST  # one rank loses it, too
-                or (row.check not in unexplained and row.reason != of_some)
-            ]  # fmt: skip
+            moot = {reason for check in CHECKS for reason in check.moot_if_proven}
+            rows[:] = [row for row in rows if row.reason not in moot]
         rows += self.original_rows(rows)
 
     def original_rows(self, rows: list[ReportRow]) -> list[ReportRow]:

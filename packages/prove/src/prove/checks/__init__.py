@@ -5,6 +5,7 @@ A new check: a module here, and its name in this list. What it needs is in base.
 
 from prove.checks import (
     accumulation,
+    averaged_gradients,
     batch_statistics,
     buffers,
     clipping,
@@ -19,26 +20,14 @@ from prove.checks import (
     optimizer,
     printing,
     unused_parameters,
+    weights,
+    zero_grad,
     zero_gradients,
 )
 from prove.checks.base import Check, Group, Seen, Stage
-from prove.judge import epochs, evaluation, model, samples
+from prove.judge import epochs, evaluation, samples
 from prove.judge.reasons import Reason
-from prove.judge.table import REASONS, ReportRow
-
-
-def rows_of_weights(seen: Seen) -> list[ReportRow]:
-    if len(seen.records) == 1 or seen.verdicts("zero gradients"):
-        return []
-    if seen.model_is_divided():
-        return model.rows_of_divided_model()
-    return model.weight_rows(seen.records, seen.steps)
-
-
-def rows_of_gradients(seen: Seen) -> list[ReportRow]:
-    same, first = [row for row in seen.rows if row.check == "weights"], seen.records[0]
-    return model.averaged_gradient_rows(first, seen.steps, same)
-
+from prove.judge.table import REASONS
 
 CHECKS: tuple[Check | Group, ...] = (
     unused_parameters.STOPPED,
@@ -62,8 +51,9 @@ CHECKS: tuple[Check | Group, ...] = (
     optimizer.CHECK,
     accumulation.CHECK,
     finite_gradients.CHECK,
-    Group(Stage.STEPS, {"weights"}, rows_of_weights),
-    Group(Stage.ONE_MODEL, {"zero_grad", "averaged gradients"}, rows_of_gradients),
+    weights.CHECK,
+    averaged_gradients.CHECK,
+    zero_grad.CHECK,
     forward_through_ddp.CHECK,
     unused_parameters.USED_BY_SOME,
     learning_rate_by_rank.CHECK,

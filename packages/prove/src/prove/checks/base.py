@@ -75,6 +75,7 @@ class Check:
     judge: Callable[[Seen], list[ReportRow]]
     stage: Stage
     watch: Callable[[RankRun], None] | None = None  # in each rank, beside the script
+    moot_if_proven: frozenset[Reason] = frozenset()  # not said if one rank computes the same
 
     @property
     def names(self) -> set[str]:
@@ -89,4 +90,5 @@ class Group:
     names: set[str]
     judge: Callable[[Seen], list[ReportRow]]
     says: tuple[Reason, ...] = ()
+    moot_if_proven: frozenset[Reason] = frozenset()
     watch: None = None

@@ -36,4 +36,5 @@ def judge(seen: Seen) -> list[ReportRow]:
     return rows if first.ddps else [not_seen(NAME, Says.NO_DDP)]
 
 
-CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL)
+UNEXPLAINED = frozenset({Says.AROUND_DDP, Says.NO_DDP})
+CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, moot_if_proven=UNEXPLAINED)

@@ -73,4 +73,10 @@ def judge_steps(seen: Seen) -> list[ReportRow]:
 
 
 STOPPED = Check(NAME, Says, judge_end, Stage.ANY_RUN)
-USED_BY_SOME = Check(NAME, Says, judge_steps, Stage.ONE_MODEL)
+USED_BY_SOME = Check(
+    NAME,
+    Says,
+    judge_steps,
+    Stage.ONE_MODEL,
+    moot_if_proven=frozenset({Says.PARAMETERS_OF_SOME}),
+)

@@ -35,8 +35,6 @@ class Phrase:
     STREAM = "an IterableDataset"
     OTHER_DATA_SET = "another data set on each rank"
     TOO_LONG = "{sampler} is too long to list"
-    BEFORE_FIRST_STEP = "before the first step"
-    AFTER_STEP = "after step {step}"
     AFTER_EPOCH = "after epoch {epoch}"
     AT_STEP = "at step {step} ({at})"
     IN_PASS = "{at} in pass {number} over it"

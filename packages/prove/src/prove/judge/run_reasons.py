@@ -21,11 +21,6 @@ OWN_DRAWS = (
     "meant so if each rank draws its own completions, actions or noise for them, as GRPO does"
 )
 TOLD_APART = "prove it with samples that differ, or with a data set that is read by index"
-APART = "{apart} of {tensors} tensors differ between the ranks {when}: {names} ({at})"
-APART_IN_STEP = "the ranks step with different gradients in {apart} of {tensors} tensors: {names} "
-APART_IN_STEP += "(step {step} at {at})"
-WAS_FROZEN = "frozen when DDP was made ({wrapped_at}), so DDP does not average it"
-WRAP_AGAIN = "wrap the model in DDP again after unfreezing"
 LENGTHS = "{samples} samples in {batches} batches on {world_size} ranks together, "
 LENGTHS += "{samples_of_original} in {batches_of_original} in the original ({at})"
 
@@ -280,85 +275,4 @@ class RunReason(Reason):
         "on another number of ranks, others",
         "choose this part before it is dealt out, with the same seed on all ranks",
         Heading.ACCURACY,
-    )
-
-    # model
-    MODEL_IS_DIVIDED = (
-        "the ranks hold different parts of the model, or work in groups",
-        "prove it without model-parallel layers and groups; or let the row one rank decide",
-    )
-    WEIGHTS_ALIKE = "the same on all ranks after {steps:n step}"
-    WEIGHTS_AVERAGED_LATER = (
-        f"{APART}, and agree again later",
-        "meant so only for local SGD, which averages weights now and then",
-        Heading.LOSS,
-    )
-    WEIGHTS_OUTSIDE_DDP = (
-        f"{APART}; DDP does not hold {{outside}}",
-        "wrap one module that holds all trained parameters",
-        Heading.LOSS,
-    )
-    WEIGHTS_UNFROZEN = (
-        f"{APART}; {WAS_FROZEN}",
-        WRAP_AGAIN,
-        Heading.LOSS,
-    )
-    WEIGHTS_DIFFER = (
-        APART,
-        "DDP, or broadcast all weights once and average all gradients in each step",
-        Heading.LOSS,
-    )
-    LOCAL_STEPS = (
-        "each rank steps with its own: weights are averaged, it seems",
-        "see the rows weights and one rank, which compare what is averaged",
-    )
-    GRADIENTS_UNFROZEN = (
-        f"{APART_IN_STEP}; {WAS_FROZEN}",
-        WRAP_AGAIN,
-        Heading.LOSS,
-    )
-    GRADIENTS_DIFFER = (
-        APART_IN_STEP,
-        "forward and backward through DDP; no_sync for all micro-batches but the last",
-        Heading.LOSS,
-    )
-    GRADIENTS_KEPT = (
-        "at {steps} steps, p.grad still held the gradient of the step before ({at})",
-        "optimizer.zero_grad() in each step",
-        Heading.NAN,
-    )
-    IMAGINARY_LOST = (
-        "the gradient of {names} is complex after backward, and real in the step: its imaginary "
-        "part is zero (step {step} at {at})",
-        "average both parts: all_reduce of the complex tensor or of torch.view_as_real(grad)",
-        Heading.LOSS,
-    )
-    GRADIENT_OF_SOME = (
-        "every rank steps with what rank {ranks} has computed alone, not with the mean over all "
-        "ranks (step {step} at {at})",
-        "average over all ranks; who receives into p.grad.data or a view of it overwrites p.grad: "
-        "receive into a tensor of its own",
-        Heading.LOSS,
-    )
-    WEIGHTED_SUM = (
-        "a weighted sum over the ranks, which count {shares:each .3g} times (step {step} at {at})",
-        "the mean; meant so if these are the shares of the samples or tokens of each rank",
-        Heading.LOSS,
-    )
-    NO_MULTIPLE_OF_MEAN = (
-        "no multiple of the mean over the ranks: changed between backward and step?"
-    )
-    MEAN_OF_RANKS = "the mean over the ranks, in {steps:n step}"
-    CLIPPED = "clipped before the step: {factor:.4g} times the mean (step {step} at {at})"
-    CLIPPED_APART = (
-        "clipped before the step ({at}), by value or part by part: no multiple of the mean over "
-        "the ranks is left to compare",
-        "to see the mean here, prove it with so high a limit that nothing is clipped",
-    )
-    SUM_OF_RANKS = (
-        "the sum over the ranks, not their mean (step {step} at {at})",
-        "divide by the number of ranks; meant so if the loss is divided by it already",
-    )
-    CHANGED_BEFORE_STEP = (
-        "changed before the step: {factor:.4g} times the mean (step {step} at {at})"
     )
