@@ -171,6 +171,19 @@ def test_what_a_rank_loads_starts_no_process_and_makes_no_run():
     assert reached_from(OBSERVE, graph_of(sources | changed)) & of_runs, "the control"
 
 
+def test_a_package_gives_names_and_its_modules_take_none_of_them_back():
+    sources = sources_of("packages/prove/src/prove")
+    statements = ast.parse(sources["prove"]).body
+    kinds = {type(each) for each in statements}
+    assert kinds <= {ast.Expr, ast.ImportFrom, ast.Assign}, "the docstring, imports, __all__"
+    changed = {"prove.runs": f"{sources['prove.runs']}\nfrom prove import check\n"}
+    for graph, importing in (
+        (graph_of(sources), []),
+        (graph_of(sources | changed), ["prove.runs"]),
+    ):
+        assert [name for name in graph if "prove" in graph[name]] == importing, "and the control"
+
+
 def test_the_second_of_two_programs_with_one_name_is_not_taken_for_the_first(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])  # no other test finds what is loaded here
     first = load_program("beyond/shard", "language")

@@ -134,7 +134,7 @@ def test_a_project_keeps_its_script_right_with_a_test(tmp_path, monkeypatch):
         assert call[:3] == [sys.executable, "-m", "prove"]
         return run(Path.cwd(), *call[3:])
 
-    monkeypatch.setattr(prove.subprocess, "run", quick_run)
+    monkeypatch.setattr(prove.api.subprocess, "run", quick_run)
     line = [*TORCHRUN, str(tmp_path / "train.py")]
     with pytest.raises(prove.NotJudgedError, match="no such script"):
         prove.check(line)

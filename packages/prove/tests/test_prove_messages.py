@@ -11,11 +11,10 @@ from check_pages import anchors
 from helpers.local_ranks import SECONDS, process_context
 from helpers.prove_runs import TORCHRUN, run, verdict
 from prove import processes
-from prove.checks import SENTENCES
+from prove.checks import SENTENCES, order_of_an_epoch
 from prove.judge import ends, replay_checks, table, wording
 from prove.judge.reasons import Phrase
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.run_reasons import RunReason
 from prove.rank_record import Ended, RankRecord, RunOutcome, ScriptError
 from prove_cases import PACKAGE, planted, training_of
 
@@ -141,7 +140,7 @@ def test_a_reason_writes_its_facts_as_numbers_with_nouns_lists_and_shares():
 
 def test_a_link_leads_to_the_page_from_the_folder_of_the_user(tmp_path, monkeypatch):
     facts = {"at": "train.py:1", "sampler": "RandomSampler"}
-    rows = [table.wrong("order of an epoch", RunReason.EPOCH_NOT_SET, **facts)]
+    rows = [table.wrong("order of an epoch", order_of_an_epoch.Says.EPOCH_NOT_SET, **facts)]
     page = PACKAGE / "src" / "prove" / "cures.md"
     for folder, is_inside in ((PACKAGE, True), (tmp_path, False)):
         monkeypatch.chdir(folder)

@@ -26,12 +26,20 @@ import warnings
 from argparse import Namespace
 from pathlib import Path
 
-from prove import NotJudgedError, processes
+from prove import processes
+from prove.errors import (
+    IS_WRONG,
+    NOT_JUDGED,
+    NOTHING_PROVEN,
+    OWN_ERROR,
+    PROVEN,
+    NotJudgedError,
+    NotObservedError,
+)
 from prove.judge.table import (
     WARNING,
     WRONG,
     Check,
-    NotObservedError,
     ReportRow,
     format_table,
     unproven_checks,
@@ -41,7 +49,6 @@ from prove.options import parse_args
 
 PROOF_OF: dict[str, str] = {Check.ONE_RANK: "what is averaged", Check.ORIGINAL: "the conversion"}
 STOPPING = (signal.SIGINT, signal.SIGTERM)
-PROVEN, IS_WRONG, NOT_JUDGED, OWN_ERROR, NOTHING_PROVEN = range(5)  # exit statuses
 
 
 def print_to_stderr(text: str) -> None:
@@ -77,10 +84,10 @@ def run_proof(
 
         prove(args, print_to_stderr, spare, rows)
         return PROVEN, ""
-    except NotJudgedError as error:
-        return NOT_JUDGED, str(error)
     except NotObservedError as error:
         return OWN_ERROR, f"the script runs by itself, but not while prove watches it: {error}"
+    except NotJudgedError as error:
+        return NOT_JUDGED, str(error)
     except StoppedError as error:
         return error.status, str(error)
     except Exception as error:  # a mistake of prove's is no verdict

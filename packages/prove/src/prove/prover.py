@@ -12,18 +12,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from prove import NotJudgedError, processes
+from prove import processes
 from prove.checks import CHECKS, judge_in_order
 from prove.checks.base import Seen, Stage
+from prove.errors import NotJudgedError
 from prove.examination import Examination
 from prove.judge import printed_numbers, replay_checks, schedule
 from prove.judge.compare_steps import Comparison, Outcome, comparisons, farthest, worst
 from prove.judge.ends import error_of, what_ranks_do
-from prove.judge.epochs import original_epoch_rows
+from prove.judge.loader_passes import same_contents, trained_loader_passes
+from prove.judge.original_epoch import original_epoch_rows
 from prove.judge.reasons import Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.samples import same_contents, trained_loader_passes
 from prove.judge.table import RIGHT, WRONG, Check, ReportRow, not_seen
 from prove.rank_record import (
     Mode,

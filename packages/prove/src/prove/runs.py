@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from prove import NotJudgedError, processes
-from prove.judge import epochs, samples
+from prove import processes
+from prove.errors import NotJudgedError, NotObservedError
+from prove.judge import epoch_ends, loader_passes
 from prove.judge.ends import error_of, without_our_ends
 from prove.judge.replay import Precision, Replay
-from prove.judge.table import NotObservedError
 from prove.rank_record import (
     Ended,
     Mode,
@@ -150,12 +150,12 @@ class Runs:
             raise NotObservedError(error_of(outcome))
         outcome = self.observe_last_window(outcome)
         self.observe_shortest_epoch(outcome.records)
-        self.observed = replace(outcome, records=samples.with_samples(outcome.records))
+        self.observed = replace(outcome, records=loader_passes.with_samples(outcome.records))
         self.settings = replace(
             self.settings,
             world_size=len(outcome.records) or self.settings.world_size,
             shares_out_cores=outcome.seconds > SECONDS_OF_SMALL_STEPS,
-            rows_are_split=samples.rows_are_split(self.observed.records),
+            rows_are_split=loader_passes.rows_are_split(self.observed.records),
         )
 
     def observe_once(self, settings: Settings) -> RunOutcome:
@@ -169,7 +169,7 @@ class Runs:
         for _ in range(MOST_LONGER_RUNS):
             if failed(outcome) or outcome.hang or not outcome.records:
                 break
-            batches = epochs.batches_up_to_last_window(outcome.records[0])
+            batches = epoch_ends.batches_up_to_last_window(outcome.records[0])
             if not batches:
                 break
             self.report(f"several batches make one step: again, with {batches} in an epoch")
@@ -178,13 +178,13 @@ class Runs:
 
     def observe_shortest_epoch(self, records: list[RankRecord]) -> None:
         """Where the ranks have unequal numbers of batches: do they stop together?"""
-        shortest = epochs.shortest_of_unequal_epochs(records)
+        shortest = epoch_ends.shortest_of_unequal_epochs(records)
         if not 0 < shortest <= MOST_BATCHES_TO_THE_END:
             return
         batches = shortest + 1
         self.report(f"the ranks have unequal numbers of batches: again, with {batches} in an epoch")
         settings = replace(self.settings, batches=batches, variant=ReplayVariant.LONGER)
-        if epochs.stop_together(self.run(settings, self.args.command)):
+        if epoch_ends.stop_together(self.run(settings, self.args.command)):
             records[0].notes[Note.STOP_TOGETHER] = ""
 
     def run_bare(self, outcome: RunOutcome) -> RunOutcome:

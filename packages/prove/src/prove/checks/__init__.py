@@ -5,47 +5,52 @@ A new check: a module here, and its name in this list. What it needs is in base.
 
 from prove.checks import (
     accumulation,
+    augmentation,
     averaged_gradients,
     batch_statistics,
+    batches_per_epoch,
     buffers,
     clipping,
     collectives,
+    dropout,
     evaluated_model,
+    evaluation,
     files,
     finite_gradients,
     forward_through_ddp,
     hang,
     learning_rate_by_rank,
     loss_scale,
+    one_data_set,
     optimizer,
+    order_of_an_epoch,
     printing,
+    samples,
     unused_parameters,
     weights,
+    workers,
     zero_grad,
     zero_gradients,
 )
-from prove.checks.base import Check, Group, Seen, Stage
-from prove.judge import epochs, evaluation, samples
+from prove.checks.base import Check, Seen, Stage
 from prove.judge.reasons import Reason
-from prove.judge.table import REASONS
+from prove.judge.replay_reasons import ReplayReason
 
-CHECKS: tuple[Check | Group, ...] = (
+CHECKS: tuple[Check, ...] = (
     unused_parameters.STOPPED,
     hang.CHECK,
     collectives.CHECK,
     files.CHECK,
     printing.CHECK,
-    Group(
-        Stage.ALL_RECORDS,
-        {"samples", "one data set", "workers"},
-        lambda seen: samples.sample_rows(seen.records),
-    ),
-    Group(
-        Stage.ALL_RECORDS,
-        {"batches per epoch", "order of an epoch", "dropout", "augmentation"},
-        lambda seen: epochs.epoch_rows(seen.records),
-    ),
-    Group(Stage.ALL_RECORDS, {"evaluation"}, lambda seen: evaluation.evaluation_rows(seen.records)),
+    one_data_set.FIELDS,
+    samples.CHECK,
+    workers.CHECK,
+    one_data_set.CONTENTS,
+    batches_per_epoch.CHECK,
+    order_of_an_epoch.CHECK,
+    dropout.CHECK,
+    augmentation.CHECK,
+    evaluation.CHECK,
     clipping.CHECK,
     zero_gradients.CHECK,
     optimizer.CHECK,
@@ -62,7 +67,7 @@ CHECKS: tuple[Check | Group, ...] = (
     batch_statistics.CHECK,
     buffers.OUTSIDE_DDP,
     evaluated_model.CHECK,
-)  # fmt: skip
+)
 
 
 def judge_in_order(stage: Stage, seen: Seen) -> None:
@@ -70,7 +75,7 @@ def judge_in_order(stage: Stage, seen: Seen) -> None:
     for check in CHECKS:
         if check.stage == stage:
             seen.rows += check.judge(seen)
-            seen.judged |= check.names
+            seen.judged.add(check.name)
 
 
 def by_name(reasons: list[Reason]) -> dict[str, Reason]:
@@ -81,4 +86,4 @@ def by_name(reasons: list[Reason]) -> dict[str, Reason]:
     return named
 
 
-SENTENCES = by_name([*REASONS.values(), *(reason for check in CHECKS for reason in check.says)])
+SENTENCES = by_name([*ReplayReason, *(reason for check in CHECKS for reason in check.says)])

@@ -5,11 +5,11 @@ A module of this folder holds all of one check and ends with its CHECK; __init__
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, unique
 from functools import cached_property
 
+from prove.judge.loader_passes import share_one_data_set, trained_loader_passes
 from prove.judge.reasons import Reason
-from prove.judge.samples import share_one_data_set, trained_loader_passes
 from prove.judge.steps import StepOfRanks, model_is_divided, steps_of
 from prove.judge.table import ReportRow
 from prove.rank_record import LoaderPass, RankRecord, RunOutcome
@@ -77,18 +77,5 @@ class Check:
     watch: Callable[[RankRun], None] | None = None  # in each rank, beside the script
     moot_if_proven: frozenset[Reason] = frozenset()  # not said if one rank computes the same
 
-    @property
-    def names(self) -> set[str]:
-        return {self.name}
-
-
-@dataclass(frozen=True)
-class Group:
-    """Rows of checks that have no place of their own yet."""
-
-    stage: Stage
-    names: set[str]
-    judge: Callable[[Seen], list[ReportRow]]
-    says: tuple[Reason, ...] = ()
-    moot_if_proven: frozenset[Reason] = frozenset()
-    watch: None = None
+    def __post_init__(self) -> None:
+        unique(self.says)  # of two sentences alike, the second would be lost

@@ -13,7 +13,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
-from prove import NotJudgedError
+from prove.errors import NotJudgedError
 from prove.judge.table import RIGHT, WRONG, ReportRow
 from prove.options import parse_args
 from prove.planted.mistakes import HARMLESS, MISTAKES
