@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prove import processes
-from prove.checks import judge_in_order
+from prove.checks import CHECKS, judge_in_order
 from prove.checks.base import Seen, Stage
 from prove.errors import NotJudgedError
 from prove.examination import Examination
@@ -25,7 +25,6 @@ from prove.judge.original_epoch import original_epoch_rows
 from prove.judge.reasons import Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.run_reasons import RunReason
 from prove.judge.table import RIGHT, WRONG, Check, ReportRow, not_seen
 from prove.rank_record import (
     Mode,
@@ -107,14 +106,8 @@ class Prover:
             judge_in_order(Stage.ONE_MODEL, seen)
         rows += self.one_rank_rows(rows)
         if any(row.check == Check.ONE_RANK and row.verdict == RIGHT for row in rows):
-            # Whatever changed the gradients before the step was no mistake.
-            unexplained = (Check.AVERAGED_GRADIENTS, Check.FORWARD)
-            rows[:] = [
-                row for row in rows
-                if row.verdict == RIGHT
-                or row.reason == RunReason.IMAGINARY_LOST  # one rank loses it, too
-                or (row.check not in unexplained and row.reason != RunReason.PARAMETERS_OF_SOME)
-            ]  # fmt: skip
+            moot = {reason for check in CHECKS for reason in check.moot_if_proven}
+            rows[:] = [row for row in rows if row.reason not in moot]
         rows += self.original_rows(rows)
 
     def original_rows(self, rows: list[ReportRow]) -> list[ReportRow]:

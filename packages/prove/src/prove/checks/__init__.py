@@ -4,41 +4,40 @@ A new check: a module here, and its name in this list. What it needs is in base.
 """
 
 from prove.checks import (
+    accumulation,
     augmentation,
+    averaged_gradients,
+    batch_statistics,
     batches_per_epoch,
+    buffers,
+    clipping,
     collectives,
     dropout,
+    evaluated_model,
     evaluation,
     files,
+    finite_gradients,
     finite_loss,
+    forward_through_ddp,
     hang,
+    learning_rate_by_rank,
+    loss_scale,
     one_data_set,
+    optimizer,
     order_of_an_epoch,
     printing,
     samples,
     unused_parameters,
+    weights,
     workers,
+    zero_grad,
+    zero_gradients,
 )
-from prove.checks.base import Check, Group, Seen, Stage
-from prove.judge import model
+from prove.checks.base import Check, Seen, Stage
 from prove.judge.reasons import Reason
-from prove.judge.table import REASONS, ReportRow
+from prove.judge.replay_reasons import ReplayReason
 
-
-def rows_of_weights(seen: Seen) -> list[ReportRow]:
-    if len(seen.records) == 1 or seen.verdicts("zero gradients"):
-        return []
-    if seen.model_is_divided():
-        return model.rows_of_divided_model()
-    return model.weight_rows(seen.records, seen.steps)
-
-
-def rows_of_one_model(seen: Seen) -> list[ReportRow]:
-    same = [row for row in seen.rows if row.check == "weights"]
-    return model.rows_of_one_model(seen.records, seen.steps, same)
-
-
-CHECKS: tuple[Check | Group, ...] = (
+CHECKS: tuple[Check, ...] = (
     unused_parameters.STOPPED,
     hang.CHECK,
     collectives.CHECK,
@@ -53,25 +52,24 @@ CHECKS: tuple[Check | Group, ...] = (
     dropout.CHECK,
     augmentation.CHECK,
     evaluation.CHECK,
+    clipping.CHECK,
+    zero_gradients.CHECK,
+    optimizer.CHECK,
+    accumulation.CHECK,
     finite_loss.CHECK,
-    Group(
-        Stage.STEPS,
-        {
-            "clipping", "zero gradients", "optimizer", "unused parameters", "accumulation",
-            "finite gradients",
-        },
-        lambda seen: model.rows_of_steps(seen.records),
-    ),
-    Group(Stage.STEPS, {"weights"}, rows_of_weights),
-    Group(
-        Stage.ONE_MODEL,
-        {
-            "zero_grad", "averaged gradients", "forward through DDP", "unused parameters",
-            "learning rate by rank", "loss scale", "buffers", "batch statistics", "evaluated model",
-        },
-        rows_of_one_model,
-    ),
-)  # fmt: skip
+    finite_gradients.CHECK,
+    weights.CHECK,
+    averaged_gradients.CHECK,
+    zero_grad.CHECK,
+    forward_through_ddp.CHECK,
+    unused_parameters.USED_BY_SOME,
+    learning_rate_by_rank.CHECK,
+    loss_scale.CHECK,
+    buffers.CHECK,
+    batch_statistics.CHECK,
+    buffers.OUTSIDE_DDP,
+    evaluated_model.CHECK,
+)
 
 
 def judge_in_order(stage: Stage, seen: Seen) -> None:
@@ -79,7 +77,7 @@ def judge_in_order(stage: Stage, seen: Seen) -> None:
     for check in CHECKS:
         if check.stage == stage:
             seen.rows += check.judge(seen)
-            seen.judged |= check.names
+            seen.judged.add(check.name)
 
 
 def by_name(reasons: list[Reason]) -> dict[str, Reason]:
@@ -90,4 +88,4 @@ def by_name(reasons: list[Reason]) -> dict[str, Reason]:
     return named
 
 
-SENTENCES = by_name([*REASONS.values(), *(reason for check in CHECKS for reason in check.says)])
+SENTENCES = by_name([*ReplayReason, *(reason for check in CHECKS for reason in check.says)])

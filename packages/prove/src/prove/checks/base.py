@@ -76,22 +76,8 @@ class Check:
     judge: Callable[[Seen], list[ReportRow]]
     stage: Stage
     watch: Callable[[RankRun], None] | None = None  # in each rank, beside the script
+    moot_if_proven: frozenset[Reason] = frozenset()  # not said if one rank computes the same
     planted: tuple[Mistake, ...] = ()  # that the check must find, or must not call WRONG
 
     def __post_init__(self) -> None:
         unique(self.says)  # of two sentences alike, the second would be lost
-
-    @property
-    def names(self) -> set[str]:
-        return {self.name}
-
-
-@dataclass(frozen=True)
-class Group:
-    """Rows of checks that have no place of their own yet."""
-
-    stage: Stage
-    names: set[str]
-    judge: Callable[[Seen], list[ReportRow]]
-    says: tuple[Reason, ...] = ()
-    watch: None = None

@@ -1,7 +1,7 @@
 """Why does a row say what it says? Each reason has the words for its evidence, and one cure.
 
-A judge finds a reason and its facts; only in run_reasons.py and replay_reasons.py are the sentences
-that they become. Braces name the facts, and say how wording.py writes them.
+A judge finds a reason and its facts. The sentences that they become stand with each check; those of
+the proof stand in replay_reasons.py. Braces name the facts, and say how wording.py writes them.
 """
 
 from enum import Enum
@@ -32,12 +32,8 @@ class Phrase:
     FIRST_OUTPUT = "; the first output that differs is that of {layer}"
     OTHER_LAYER = "; rank {rank} calls {layer} where one rank calls {other}"
     AFTER_THE_MODEL = "; its layers give the same on one rank, so look at what comes after them"
-    BEFORE_FIRST_STEP = "before the first step"
-    AFTER_STEP = "after step {step}"
     AFTER_EPOCH = "after epoch {epoch}"
     AT_STEP = "at step {step} ({at})"
-    AT_EVALUATION = "evaluation"
-    AT_THE_END = "the end"
     ALLOW_FLOAT32 = "if a part of the step computes in float32, --float32 allows for that"
     COMPUTE_IN_FLOAT64 = "let all parts of the step compute in float64 while you prove it"
     TRY_FLOAT32 = "try --float32"

@@ -4,10 +4,10 @@ import re
 from typing import Any, NamedTuple
 
 from prove.judge.compare_steps import Comparison, Outcome, any_differs, distance, gradients_apart
-from prove.judge.model import differing_statistic
 from prove.judge.reasons import Phrase, Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
+from prove.judge.steps import differing_statistic
 from prove.judge.table import Check, ReportRow, right, warning
 from prove.judge.wording import phrase
 from prove.rank_record import DataFinding, Finding, RankRecord, ScriptError

@@ -1,8 +1,9 @@
-"""The steps of an optimizer as all ranks have made them, and which of their tensors differ."""
+"""What do all ranks hold of the same step, tensor or number, and does it differ between them?"""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from prove.rank_record import Note, OptimizerRecord, OptimizerStep, Projection, RankRecord
 
@@ -40,6 +41,12 @@ def differ(projections: Sequence[Projection], limit: float = 1e-5) -> bool:
     return bool(max(values) - min(values) > limit * max(TINY, *norms))
 
 
+def names_apart(by_rank: list[dict[str, Projection]]) -> tuple[list[str], list[str]]:
+    """The names of the tensors that all ranks hold, and those of them that differ."""
+    common = [name for name in by_rank[0] if all(name in own for own in by_rank)]
+    return common, [name for name in common if differ([own[name] for own in by_rank])]
+
+
 def parameter_names(optimizer: OptimizerRecord, numbers: list[int]) -> list[str]:
     return [optimizer.names[number] for number in numbers]
 
@@ -59,3 +66,13 @@ def steps_of(records: list[RankRecord]) -> list[StepOfRanks]:
 
 def model_is_divided(records: list[RankRecord]) -> bool:
     return not records[0].notes.keys().isdisjoint({Note.HAS_GROUPS, Note.MODEL_IS_DIVIDED})
+
+
+def differing_statistic(records: list[RankRecord]) -> dict[str, Any] | None:
+    """The first mean or the like over the samples of a rank that is not the same on all ranks."""
+    numbers = [{each.tag: each.value for each in rank.statistics} for rank in records]
+    for each in records[0].statistics:
+        values = [own[each.tag] for own in numbers if each.tag in own]
+        if len(values) == len(records) and max(values) - min(values) > 1e-6 * max(map(abs, values)):
+            return {"name": each.name, "at": each.at, "values": values}
+    return None

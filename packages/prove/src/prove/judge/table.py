@@ -1,8 +1,8 @@
 """What does the reader see? A table of rows: verdict, check, evidence, the cure with its link.
 
 A row is a value: its verdict, its reason, and the facts with their numbers. Its words are made from
-these at the end: run_reasons.py and replay_reasons.py have the sentences, and wording.py puts the
-facts into them.
+these at the end: each check and replay_reasons.py have the sentences, and wording.py puts the facts
+into them.
 """
 
 import os
@@ -13,43 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from prove.judge.reasons import Reason
-from prove.judge.replay_reasons import ReplayReason
-from prove.judge.run_reasons import RunReason
 from prove.judge.wording import Facts, in_words, join_names
 from prove.rank_record import StrEnum
 
 RIGHT, WRONG, WARNING, NOT_SEEN = "right", "WRONG", "warning", "not seen"
 ORDER = (WRONG, WARNING, RIGHT, NOT_SEEN)
 WIDTH, INDENT = 100, " " * 10
-
-REASONS: dict[str, Reason] = {
-    reason.name: reason for kind in (RunReason, ReplayReason) for reason in kind
-}
 PAGE = Path(__file__).resolve().parents[1] / "cures.md"  # an installation brings it along
 
 
 class Check(StrEnum):
-    """The checks, by the names that the table prints."""
+    """What one rank says in a replay, by the names that the table prints."""
 
     ONE_RANK = "one rank"  # this and the next are the proof
     ORIGINAL = "the original"
     RANKS = "ranks"
-    UNUSED_PARAMETERS = "unused parameters"
     EPOCH_OF_ORIGINAL = "the original's epoch"
-    WEIGHTS = "weights"
-    AVERAGED_GRADIENTS = "averaged gradients"
-    ZERO_GRAD = "zero_grad"
-    FORWARD = "forward through DDP"
-    OPTIMIZER = "optimizer"
-    ACCUMULATION = "accumulation"
-    ZERO_GRADIENTS = "zero gradients"
-    FINITE_GRADIENTS = "finite gradients"
-    CLIPPING = "clipping"
-    LEARNING_RATE = "learning rate by rank"
-    LOSS_SCALE = "loss scale"
-    BUFFERS = "buffers"
-    EVALUATED_MODEL = "evaluated model"
-    BATCH_STATISTICS = "batch statistics"
     RANDOM_DECISIONS = "random decisions"
     RANDOM_NUMBERS = "random numbers"
     BATCHNORM = "batchnorm"
