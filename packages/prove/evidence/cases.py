@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from planted.mistakes import HARMLESS, MISTAKES, Mistake
+from planted.mistakes import HARMLESS, MISTAKES
+from prove.checks import CHECKS
+from prove.checks.mistake import Mistake
 
 HERE = Path(__file__).resolve().parent
 RIGHT, WRONG, WARNING, NOT_SEEN = "right", "WRONG", "warning", "not seen"
@@ -49,7 +51,7 @@ def right_script(name: str) -> str:
 
 def planted_mistakes() -> list[Mistake]:
     """All of them, and what looks like a mistake and is none."""
-    return [*MISTAKES, *HARMLESS]
+    return [*MISTAKES, *(each for check in CHECKS for each in check.planted), *HARMLESS]
 
 
 def planted() -> list[Case]:

@@ -1,23 +1,15 @@
-"""Mistakes, each planted alone in one of five scripts that are right.
+"""Mistakes of the training as a whole, and what looks like a mistake and is none: each is planted
+alone in one of the five scripts beside this file, which are right.
 
-A mistake is a list of texts to replace; the check and the verdict are what prove must say of it.
-With an original, which is also a list of texts to replace, prove compares the script with that one.
+A mistake of which one check speaks stands with this check, as PLANTED; here are also those that
+spoil a right variant of own_step.py.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from prove.checks.mistake import AVERAGE, LOSS, NO_DDP, STEP, Mistake
 
 RIGHT, WRONG, WARNING = "right", "WRONG", "warning"
-LOOP = "            optimizer.step()\n"
-
-
-@dataclass(frozen=True)
-class Mistake:
-    name: str
-    script: str
-    verdict: str
-    check: str
-    changes: tuple[tuple[str, str], ...]
-    original: tuple[tuple[str, str], ...] = ()
 
 
 def plain(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
@@ -61,17 +53,9 @@ def converted(mistake: Mistake, *changes: tuple[str, str]) -> Mistake:
     return replace(mistake, changes=all_changes, original=(*ONE_GPU, *changes))
 
 
-NO_DDP = (
-    ("ddp = DDP(build_model())", "ddp = build_model()\n    object.__setattr__(ddp, 'module', ddp)"),
-)
-AVERAGE = """            for p in ddp.parameters():
-                dist.all_reduce(p.grad)
-                p.grad /= world_size
-"""
 SUM = "            for p in ddp.parameters():\n                dist.all_reduce(p.grad)\n"
 SAMPLER = "sampler = DistributedSampler(train_set, seed=0)"
 LOADER = "batch_size=12 // world_size, sampler=sampler)"
-LOSS = "F.cross_entropy(ddp(points), labels)"
 NOISE = "torch.randn(6)"
 EVALUATION_LOADER = "DataLoader(shard, batch_size=8)"
 STOPS_EARLY = (
@@ -202,56 +186,12 @@ MISTAKES = [
     converted(plain("each rank keeps the original's batch size", WARNING, "the original's epoch",
                     (LOADER, "batch_size=12, sampler=sampler)"))),
     # Weights and gradients.
-    plain("forward around DDP", WRONG, "forward through DDP",
-          (LOSS, "F.cross_entropy(ddp.module(points), labels)")),
-    plain("no DDP", WRONG, "weights", *NO_DDP),
-    plain("trained parameters outside of DDP", WRONG, "weights",
-          ("ddp = DDP(build_model())", "ddp = DDP(build_model())\n    head = nn.Linear(3, CLASSES)"),
-          ("ddp.parameters(), lr", "[*ddp.parameters(), *head.parameters()], lr"),
-          (LOSS, "F.cross_entropy(head(ddp(points)), labels)")),
-    plain("no broadcast of the first weights", WRONG, "weights", *NO_DDP,
-          ("torch.manual_seed(0)\n", "torch.manual_seed(rank)\n"), (LOOP, AVERAGE + LOOP)),
-    plain("only some gradients are averaged by hand", WRONG, "averaged gradients", *NO_DDP,
-          (LOOP, AVERAGE.replace("ddp.parameters()", "ddp[0].parameters()") + LOOP)),
-    plain("gradients are summed by hand", WRONG, "one rank", *NO_DDP, (LOOP, SUM + LOOP)),
+    plain("gradients are summed by hand", WRONG, "one rank", *NO_DDP, (STEP, SUM + STEP)),
     plain("gradients are divided once more after DDP", WRONG, "one rank",
-          (LOOP, "            for p in ddp.parameters():\n                p.grad /= world_size\n" + LOOP)),
-    plain("gradients are summed once more after DDP", WRONG, "one rank", (LOOP, SUM + LOOP)),
+          (STEP, "            for p in ddp.parameters():\n                p.grad /= world_size\n" + STEP)),
+    plain("gradients are summed once more after DDP", WRONG, "one rank", (STEP, SUM + STEP)),
     plain("after each step of Adam, weights shrink once per rank", WRONG, "one rank",
-          ADAM, (LOOP, LOOP + SHRINK)),
-    plain("no zero_grad", WRONG, "zero_grad", ("            optimizer.zero_grad()\n", "")),
-    plain("the optimizer holds another model", WRONG, "optimizer",
-          ("SGD(ddp.parameters()", "SGD(build_model().parameters()")),
-    plain("cross-entropy over one class", WRONG, "zero gradients",
-          (LOSS, "F.cross_entropy(ddp(points)[:, :1], torch.zeros_like(labels))")),
-    plain("parameters in no optimizer", WARNING, "optimizer",
-          ("SGD(ddp.parameters()", "SGD(ddp.module[0].parameters()")),
-    plain("parameters that get no gradient", WARNING, "unused parameters",
-          ("ddp = DDP(build_model())",
-           "model = build_model()\n    model[0].spare = nn.Linear(2, 2)\n"
-           "    ddp = DDP(model, find_unused_parameters=True)")),
-    accumulate("no micro-batch is synchronized", WRONG, "averaged gradients",
-               ("nullcontext() if last else ddp.no_sync()", "ddp.no_sync()")),
-    accumulate("the last micro-batch is not synchronized", WRONG, "averaged gradients",
-               ("nullcontext() if last else", "nullcontext() if not last else")),
-    accumulate("only the last micro-batch is averaged", WRONG, "averaged gradients",
-               ("    ddp = DDP(model)\n", "    ddp = model\n"),
-               ("nullcontext() if last else ddp.no_sync()", "nullcontext()"),
-               ("(loss * world_size / words).backward()",
-                "parts = torch.autograd.grad(loss * world_size / words, ddp.parameters())\n"
-                "                for p, part in zip(ddp.parameters(), parts):\n"
-                "                    if last:\n"
-                "                        dist.all_reduce(part)\n"
-                "                        part /= world_size\n"
-                "                    p.grad = part if p.grad is None else p.grad + part")),
-    amp("one rank resumes", WRONG, "weights",
-        ("    if os.path.exists(CHECKPOINT):\n        saved = torch.load(CHECKPOINT, weights_only=True)\n",
-         "    if rank == 0:\n        saved = {'model': Net().state_dict(), 'epoch': 2,\n"
-         "                 'optimizer': optimizer.state_dict()}\n")),
-    amp("clips scaled gradients", WRONG, "clipping",
-        ("            scaler.unscale_(optimizer)\n", "")),
-    amp("the loss scale differs by rank", WRONG, "loss scale",
-        ("init_scale=1024.0", "init_scale=1024.0 * (rank + 1)")),
+          ADAM, (STEP, STEP + SHRINK)),
     # The loss.
     plain("a sum as the loss", WRONG, "one rank",
           (LOSS, "F.cross_entropy(ddp(points), labels, reduction='sum')")),
@@ -270,9 +210,6 @@ MISTAKES = [
                ("loss * world_size / words", "loss / words")),
     accumulate("divided by the words, but not multiplied by the ranks", WRONG, "one rank",
                ("loss * world_size / words", "loss / words")),
-    accumulate("accumulation is not divided", WARNING, "accumulation",
-               ('                        ignore_index=PADDING,\n                        reduction="sum",\n', ""),
-               ("(loss * world_size / words).backward()", "loss.backward()")),
     accumulate("each rank clips its own gradient", WRONG, "one rank",
                ("    ddp = DDP(model)\n", "    ddp = model\n"),
                ("nullcontext() if last else ddp.no_sync()", "nullcontext()"),
@@ -283,10 +220,6 @@ MISTAKES = [
     iterable("rows of all ranks, but not multiplied by the ranks", WRONG, "one rank",
              ("(loss * world_size)", "loss")),
     # Learning rates.
-    plain("the learning rate differs by rank", WRONG, "learning rate by rank",
-          ("lr=0.1", "lr=0.1 * (rank + 1)")),
-    plain("one rank steps the scheduler", WRONG, "learning rate by rank",
-          ("        scheduler.step()\n", "        if rank == 0:\n            scheduler.step()\n")),
     plain("the scheduler is stepped once per rank", WARNING, "schedule",
           ("        scheduler.step()\n", "        for _ in range(world_size):\n            scheduler.step()\n")),
     plain("the learning rate depends on the number of ranks", WARNING, "schedule",
@@ -345,8 +278,6 @@ MISTAKES = [
           ("correct / samples", "correct / len(shard)")),
     plain("the loss of one rank is printed", WARNING, "printed numbers",
           ("        dist.all_reduce(total)\n", "")),
-    amp("running statistics differ at evaluation", WARNING, "buffers",
-        ("            dist.broadcast(buffer, src=0)\n", "            pass\n")),
     amp("BatchNorm over a small local batch", WARNING, "batchnorm",
         ("nn.BatchNorm2d(4)", "nn.BatchNorm1d(4)"),
         ("F.relu(self.norm(self.conv(x))).mean((2, 3))", "F.relu(self.norm(self.conv(x).mean((2, 3))))")),
@@ -361,16 +292,11 @@ MISTAKES = [
     plain("the same numbers of random on all ranks", WARNING, "augmentation",
           (NOISE, "random.gauss(0, 1)"), ("    random.seed(rank + 1)", "    random.seed(1)")),
     own_step("the step sums and does not average", WRONG, "one rank", ("    tensor /= dist.get_world_size()\n", "")),
-    own_step("the step averages no biases", WRONG, "weights", (IN_STEP, "                if p.ndim > 1:\n    " + IN_STEP)),
-    own_step("the step averages a part of each tensor", WRONG, "weights",
-             (IN_STEP, "                average(p.grad.view(-1)[: p.numel() // 2])\n")),
     own_step("the step takes the gradient of rank 0", WRONG, "one rank", (IN_STEP, "                dist.broadcast(p.grad, 0)\n")),
     own_step("a sum, which Adam hides in the weights", WARNING, "one rank",
              ("    tensor /= dist.get_world_size()\n", ""),
              ("                p -= group", "                size = self.state[p].setdefault('size', torch.zeros_like(p))\n"
               "                size.mul_(0.99).add_(p.grad ** 2)\n                momentum = momentum / (size.sqrt() + 1e-12)\n                p -= group")),
-    own_step("only rank 0 counts in the mean", WRONG, "averaged gradients", NO_AVERAGE,
-             (OWN_LOOP, OWN_LOOP.replace("            optimizer", OF_PARAMS.replace("average(p.grad)", "dist.broadcast(p.grad, 0)") + "            optimizer"))),
     own_step("rank 0 counts more", WRONG, "one rank", NO_AVERAGE,
              (OWN_LOOP, OWN_LOOP.replace("            optimizer", OF_PARAMS.replace("average(p.grad)", "p.grad *= 1.5 - rank\n                average(p.grad)") + "            optimizer"))),
     own_step("masters are stepped by each rank for itself", WRONG, "weights", *MASTERS[:2],
@@ -385,10 +311,6 @@ MISTAKES = [
     own_step("real parts are averaged, imaginary ones are not", WRONG, "weights", *COMPLEX,
              (IN_STEP, "                real = p.grad.real.contiguous()\n                average(real)\n"
               "                p.grad = torch.complex(real, p.grad.imag)\n")),
-    own_step("layers that DDP has not been told of begin to train", WRONG, "weights",
-             (PARAMS, "    model[0].requires_grad_(False)\n    ddp = nn.parallel.DistributedDataParallel(model)\n" + PARAMS),
-             (OWN, "torch.optim.SGD(params, lr=0.1)"), ("model(x)", "ddp(x)"),
-             ("        sampler.set_epoch", "        model[0].requires_grad_(epoch > 1)\n        sampler.set_epoch")),
 ]  # fmt: skip
 
 # These look like mistakes, and are none: no row may be WRONG, and the check that is named is right.
@@ -441,15 +363,15 @@ HARMLESS = [
           ("            loss = F", "            points, labels = points[rank::world_size], labels[rank::world_size]\n"
            "            loss = F")),
     plain("divided by the ranks, and summed by hand", RIGHT, "", *NO_DDP,
-          (LOSS, LOSS + " / world_size"), (LOOP, SUM + LOOP)),
+          (LOSS, LOSS + " / world_size"), (STEP, SUM + STEP)),
     plain("weights are averaged in every second step", RIGHT, "", *NO_DDP,
-          (LOOP, LOOP + "            turn = getattr(optimizer, 'turn', 0) + 1\n"
+          (STEP, STEP + "            turn = getattr(optimizer, 'turn', 0) + 1\n"
            "            optimizer.turn = turn\n            for p in ddp.parameters():\n"
            "                if turn % 2 == 0:\n                    dist.all_reduce(p.data)\n"
            "                    p.data /= world_size\n")),
     plain("gradients are clipped by hand", RIGHT, "",
-          (LOOP, "            norm = torch.stack([p.grad.norm() for p in ddp.parameters()]).norm()\n"
-           "            for p in ddp.parameters():\n                p.grad *= min(1, 0.1 / norm)\n" + LOOP)),
+          (STEP, "            norm = torch.stack([p.grad.norm() for p in ddp.parameters()]).norm()\n"
+           "            for p in ddp.parameters():\n                p.grad *= min(1, 0.1 / norm)\n" + STEP)),
     plain("gradients are limited by a hook", RIGHT, "",
           ("    optimizer = torch", "    for p in ddp.parameters():\n"
            "        p.register_hook(lambda g: 2 * g)\n    optimizer = torch")),
@@ -464,7 +386,7 @@ HARMLESS = [
     plain("unequal numbers of batches, and the epoch ends before", RIGHT, "",
           (SAMPLER, "sampler = range(0, 60) if rank == 0 else range(60, 96)"),
           ("        sampler.set_epoch(epoch)\n", ""),
-          (LOOP, LOOP + "            if total[1] == 2:\n                break\n")),
+          (STEP, STEP + "            if total[1] == 2:\n                break\n")),
     plain("a bootstrap, drawn anew by each rank", RIGHT, "",
           (SAMPLER, "sampler = torch.utils.data.WeightedRandomSampler([1.0] * 96, 48)"),
           ("        sampler.set_epoch(epoch)\n", "")),
