@@ -31,8 +31,7 @@ from prove.judge.table import (
     RIGHT,
     WARNING,
     WRONG,
-    Check,
-    NotObservedError,
+    ProofRow,
     ReportRow,
     format_table,
 )
@@ -68,7 +67,7 @@ def prove_rows(script: Path) -> list[ReportRow]:
     with scratch(script) as name:
         try:
             return prove(parse_args([*TORCHRUN, name]), lambda _: None)
-        except (NotJudgedError, NotObservedError) as error:
+        except NotJudgedError as error:
             raise ScriptError(str(error)) from None
 
 
@@ -99,7 +98,7 @@ def judge_runs(puzzle: Puzzle, script: Path) -> Verdict:
     rows = prove_rows(script)
     said = {row.check for row in rows if row.verdict == WRONG}
     said |= {row.check for row in rows if row.check in puzzle.rows and row.verdict != RIGHT}
-    said |= {row.check for row in rows if row.check == Check.ONE_RANK and row.verdict == NOT_SEEN}
+    said |= {row.check for row in rows if row.verdict == NOT_SEEN} & {ProofRow.ONE_RANK}
     if said:
         return Verdict(False, f"prove still objects to: {', '.join(sorted(said))} (see HINT=1)")
     return Verdict(True, puzzle.mistake)

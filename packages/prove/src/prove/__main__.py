@@ -39,7 +39,7 @@ from prove.errors import (
 from prove.judge.table import (
     WARNING,
     WRONG,
-    Check,
+    ProofRow,
     ReportRow,
     format_table,
     unproven_checks,
@@ -47,7 +47,10 @@ from prove.judge.table import (
 from prove.judge.wording import number_with_noun
 from prove.options import parse_args
 
-PROOF_OF: dict[str, str] = {Check.ONE_RANK: "what is averaged", Check.ORIGINAL: "the conversion"}
+PROOF_OF: dict[str, str] = {
+    ProofRow.ONE_RANK: "what is averaged",
+    ProofRow.ORIGINAL: "the conversion",
+}
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -123,7 +126,7 @@ def main() -> int:
             error += ", before anything was known"
         print_to_stderr(f"error: {error}")
         return status
-    proof = [Check.ONE_RANK, Check.ORIGINAL] if args.original else [Check.ONE_RANK]
+    proof = [ProofRow.ONE_RANK, ProofRow.ORIGINAL] if args.original else [ProofRow.ONE_RANK]
     unproven = unproven_checks(rows, proof)
     write_json(args.json, rows, unproven, "")
     print(format_table(rows))

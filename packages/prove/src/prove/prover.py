@@ -25,7 +25,7 @@ from prove.judge.original_epoch import original_epoch_rows
 from prove.judge.reasons import Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.table import RIGHT, WRONG, Check, ReportRow, not_seen
+from prove.judge.table import RIGHT, WRONG, ProofRow, ReportRow, not_seen
 from prove.rank_record import (
     Mode,
     Note,
@@ -84,28 +84,28 @@ class Prover:
         judge_in_order(Stage.ANY_RUN, seen)
         if any(record.world_size > len(records) for record in records):
             facts = {"present": len(records), "world_size": records[0].world_size}
-            rows.append(not_seen(Check.RANKS, ReplayReason.RECORDS_MISSING, **facts))
+            rows.append(not_seen(ProofRow.RANKS, ReplayReason.RECORDS_MISSING, **facts))
             return
         judge_in_order(Stage.ALL_RECORDS, seen)
         if observed.hang:
-            rows.append(not_seen(Check.ONE_RANK, ReplayReason.RUN_HANGS))
+            rows.append(not_seen(ProofRow.ONE_RANK, ReplayReason.RUN_HANGS))
             return
         if not all(record.ended.is_well for record in records):
             message = error_of(observed)
-            rows.append(not_seen(Check.ONE_RANK, ReplayReason.RUN_FAILS, message=message))
+            rows.append(not_seen(ProofRow.ONE_RANK, ReplayReason.RUN_FAILS, message=message))
             return
         if not any(record.steps for record in records):
             batches = sum(loader_pass.batches_given for loader_pass in records[0].loader_passes)
             why = ReplayReason.NO_STEP if batches else ReplayReason.NO_BATCH
             places = list(dict.fromkeys(each.at for each in records[0].loader_passes))
-            rows.append(not_seen(Check.ONE_RANK, why, batches=batches, places=places))
+            rows.append(not_seen(ProofRow.ONE_RANK, why, batches=batches, places=places))
             return
         seen.outcome = self.runs.observed = replace(observed, records=steps_of_all_ranks(records))
         judge_in_order(Stage.STEPS, seen)
         if seen.trains_one_model():
             judge_in_order(Stage.ONE_MODEL, seen)
         rows += self.one_rank_rows(rows)
-        if any(row.check == Check.ONE_RANK and row.verdict == RIGHT for row in rows):
+        if any(row.check == ProofRow.ONE_RANK and row.verdict == RIGHT for row in rows):
             moot = {reason for check in CHECKS for reason in check.moot_if_proven}
             rows[:] = [row for row in rows if row.reason not in moot]
         rows += self.original_rows(rows)
@@ -115,7 +115,7 @@ class Prover:
             return []
         replayed = self.runs.replay(Mode.ORIGINAL, shlex.split(self.args.original))
         if obstacle := replay_checks.why_not_replayed(replayed):
-            return [obstacle.row(Check.ORIGINAL)]
+            return [obstacle.row(ProofRow.ORIGINAL)]
         compared = comparisons(replayed)
         if worst(compared) == Outcome.DIFFERENT:
             unsure = replay_checks.unsure_draws(replayed)
@@ -128,7 +128,7 @@ class Prover:
         elif unsure := replay_checks.data_not_given(replayed, compared):
             compared = [unsure]
         records, original = self.observed.records, replayed.replayed
-        result = [each.row(Check.ORIGINAL) for each in compared]
+        result = [each.row(ProofRow.ORIGINAL) for each in compared]
         return result + original_epoch_rows(records, original)
 
     def why_no_replay(self, command: list[str] | None) -> Comparison | None:
@@ -154,17 +154,17 @@ class Prover:
         command = command_of_one_rank(self.args)
         obstacle = self.why_no_replay(command)
         if command is None or obstacle:
-            return [obstacle.row(Check.ONE_RANK)] if obstacle else []
+            return [obstacle.row(ProofRow.ONE_RANK)] if obstacle else []
         replayed = self.runs.best_replay(command)
         if obstacle := replay_checks.why_not_replayed(replayed):
-            return [obstacle.row(Check.ONE_RANK)]
+            return [obstacle.row(ProofRow.ONE_RANK)]
         compared = comparisons(replayed)
         examination = Examination(self.runs, command, replayed, compared, rows)
         if worst(compared) == Outcome.DIFFERENT:
             compared = examination.result()
         elif unsure := replay_checks.data_not_given(replayed, compared):
             compared = [unsure]
-        result = [each.row(Check.ONE_RANK) for each in compared]
+        result = [each.row(ProofRow.ONE_RANK) for each in compared]
         result += replay_checks.draw_rows(replayed)
         if all(each.outcome == Outcome.EQUAL for each in compared):
             result += self.number_rows(examination.replayed, examination.variant)
