@@ -1,8 +1,9 @@
 """Do the gradients of several backwards add up to one step, though no loss was divided?"""
 
 from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import Mistake
 from prove.judge.reasons import Reason
-from prove.judge.table import ReportRow, warning
+from prove.judge.table import WARNING, ReportRow, warning
 
 NAME = "accumulation"
 
@@ -27,4 +28,17 @@ def judge(seen: Seen) -> list[ReportRow]:
     return [warning(NAME, Says.LOSS_NOT_DIVIDED, backwards=n, at=places.pop())]
 
 
-CHECK = Check(NAME, Says, judge, Stage.STEPS)
+PLANTED = (
+    Mistake(
+        "accumulation is not divided", "accumulate", WARNING, NAME,
+        (
+            (
+                "                        ignore_index=PADDING,\n"
+                '                        reduction="sum",\n',
+                "",
+            ),
+            ("(loss * world_size / words).backward()", "loss.backward()"),
+        ),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.STEPS, planted=PLANTED)

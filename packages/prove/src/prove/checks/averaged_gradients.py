@@ -9,11 +9,12 @@ from typing import NamedTuple
 import torch
 
 from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import AVERAGE, NO_DDP, STEP, Mistake
 from prove.checks.weights import WAS_FROZEN, WRAP_AGAIN, unfrozen_parameters
 from prove.checks.zero_grad import steps_with_old_gradients
 from prove.judge.reasons import Heading, Reason
 from prove.judge.steps import TINY, StepOfRanks, parameter_names
-from prove.judge.table import RIGHT, WARNING, ReportRow, not_seen, right, warning, wrong
+from prove.judge.table import RIGHT, WARNING, WRONG, ReportRow, not_seen, right, warning, wrong
 from prove.rank_record import Note
 
 NAME = "averaged gradients"
@@ -199,6 +200,48 @@ def times_the_mean(step: StepOfRanks) -> float | None:
     return factor if agree else None
 
 
+PLANTED = (
+    Mistake(
+        "only some gradients are averaged by hand", "plain", WRONG, NAME,
+        (*NO_DDP, (STEP, AVERAGE.replace("ddp.parameters()", "ddp[0].parameters()") + STEP)),
+    ),
+    Mistake(
+        "no micro-batch is synchronized", "accumulate", WRONG, NAME,
+        (("nullcontext() if last else ddp.no_sync()", "ddp.no_sync()"),),
+    ),
+    Mistake(
+        "the last micro-batch is not synchronized", "accumulate", WRONG, NAME,
+        (("nullcontext() if last else", "nullcontext() if not last else"),),
+    ),
+    Mistake(
+        "only the last micro-batch is averaged", "accumulate", WRONG, NAME,
+        (
+            ("    ddp = DDP(model)\n", "    ddp = model\n"),
+            ("nullcontext() if last else ddp.no_sync()", "nullcontext()"),
+            (
+                "(loss * world_size / words).backward()",
+                "parts = torch.autograd.grad(loss * world_size / words, ddp.parameters())\n"
+                "                for p, part in zip(ddp.parameters(), parts):\n"
+                "                    if last:\n"
+                "                        dist.all_reduce(part)\n"
+                "                        part /= world_size\n"
+                "                    p.grad = part if p.grad is None else p.grad + part",
+            ),
+        ),
+    ),
+    Mistake(
+        "only rank 0 counts in the mean", "own_step", WRONG, NAME,
+        (
+            ("                average(p.grad)\n", ""),
+            (
+                "            loss.backward()\n",
+                "            loss.backward()\n"
+                "            for p in params:\n"
+                "                dist.broadcast(p.grad, 0)\n",
+            ),
+        ),
+    ),
+)  # fmt: skip
 # Whatever changed the gradients before the step was no mistake; a lost part, one rank loses, too.
 UNEXPLAINED = frozenset({*Says} - {Says.MEAN_OF_RANKS, Says.IMAGINARY_LOST})
-CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, moot_if_proven=UNEXPLAINED)
+CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, moot_if_proven=UNEXPLAINED, planted=PLANTED)

@@ -1,9 +1,10 @@
 """Do all ranks end, or evaluate, with the same buffers, such as BatchNorm's running statistics?"""
 
 from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import Mistake
 from prove.judge.reasons import Heading, Reason
 from prove.judge.steps import names_apart
-from prove.judge.table import RIGHT, ReportRow, right, warning
+from prove.judge.table import RIGHT, WARNING, ReportRow, right, warning
 from prove.judge.wording import phrase
 
 NAME = "buffers"
@@ -54,5 +55,11 @@ def judge_outside_ddp(seen: Seen) -> list[ReportRow]:
     return []
 
 
-CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL)
+PLANTED = (
+    Mistake(
+        "running statistics differ at evaluation", "amp", WARNING, NAME,
+        (("            dist.broadcast(buffer, src=0)\n", "            pass\n"),),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, planted=PLANTED)
 OUTSIDE_DDP = Check(NAME, Says, judge_outside_ddp, Stage.ONE_MODEL)

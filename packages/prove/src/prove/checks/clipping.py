@@ -1,8 +1,9 @@
 """Are gradients clipped as they are, or while they still carry the loss scale?"""
 
 from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import Mistake
 from prove.judge.reasons import Reason
-from prove.judge.table import ReportRow, right, wrong
+from prove.judge.table import WRONG, ReportRow, right, wrong
 from prove.rank_record import Note
 
 NAME = "clipping"
@@ -23,4 +24,10 @@ def judge(seen: Seen) -> list[ReportRow]:
     return [right(NAME, Says.CLIPS_UNSCALED)] if Note.CLIPS in notes else []
 
 
-CHECK = Check(NAME, Says, judge, Stage.STEPS)
+PLANTED = (
+    Mistake(
+        "clips scaled gradients", "amp", WRONG, NAME,
+        (("            scaler.unscale_(optimizer)\n", ""),),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.STEPS, planted=PLANTED)

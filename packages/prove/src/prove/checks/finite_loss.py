@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from prove.checks.base import Check, Seen, Stage
-from prove.checks.mistake import Mistake
+from prove.checks.mistake import LOSS, Mistake
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import WARNING, ReportRow, warning
 from prove.watch.rank_run import RankRun, where
@@ -65,7 +65,6 @@ def judge(seen: Seen) -> list[ReportRow]:
     return [warning(NAME, Says.LOSS_NOT_FINITE, **facts)]
 
 
-LOSS = "F.cross_entropy(ddp(points), labels)"
 EMPTY_MEAN = Mistake(
     name="a term of the loss is the mean of nothing",
     script="plain",

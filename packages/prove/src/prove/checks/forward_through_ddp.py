@@ -1,8 +1,9 @@
 """Do the training forwards go through DDP, so that it hears of their backwards?"""
 
 from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import LOSS, Mistake
 from prove.judge.reasons import Heading, Reason
-from prove.judge.table import RIGHT, ReportRow, not_seen, right, wrong
+from prove.judge.table import RIGHT, WRONG, ReportRow, not_seen, right, wrong
 
 NAME = "forward through DDP"
 
@@ -36,5 +37,11 @@ def judge(seen: Seen) -> list[ReportRow]:
     return rows if first.ddps else [not_seen(NAME, Says.NO_DDP)]
 
 
+PLANTED = (
+    Mistake(
+        "forward around DDP", "plain", WRONG, NAME,
+        ((LOSS, "F.cross_entropy(ddp.module(points), labels)"),),
+    ),
+)  # fmt: skip
 UNEXPLAINED = frozenset({Says.AROUND_DDP, Says.NO_DDP})
-CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, moot_if_proven=UNEXPLAINED)
+CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, moot_if_proven=UNEXPLAINED, planted=PLANTED)

@@ -1,8 +1,9 @@
 """Do all ranks step with the same learning rates, and from the same metric?"""
 
 from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import Mistake
 from prove.judge.reasons import Heading, Phrase, Reason
-from prove.judge.table import ReportRow, right, warning, wrong
+from prove.judge.table import WRONG, ReportRow, right, warning, wrong
 from prove.judge.wording import phrase
 
 NAME = "learning rate by rank"
@@ -58,4 +59,19 @@ def rows_of_metrics(seen: Seen) -> list[ReportRow]:
     return [right(NAME, Says.METRICS_ALIKE, numbers=number)] if number else []
 
 
-CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL)
+PLANTED = (
+    Mistake(
+        "the learning rate differs by rank", "plain", WRONG, NAME,
+        (("lr=0.1", "lr=0.1 * (rank + 1)"),),
+    ),
+    Mistake(
+        "one rank steps the scheduler", "plain", WRONG, NAME,
+        (
+            (
+                "        scheduler.step()\n",
+                "        if rank == 0:\n            scheduler.step()\n",
+            ),
+        ),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, planted=PLANTED)

@@ -1,8 +1,9 @@
 """Do all ranks multiply their loss by the same scale?"""
 
 from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import Mistake
 from prove.judge.reasons import Phrase, Reason
-from prove.judge.table import ReportRow, wrong
+from prove.judge.table import WRONG, ReportRow, wrong
 from prove.judge.wording import phrase
 
 NAME = "loss scale"
@@ -24,4 +25,10 @@ def judge(seen: Seen) -> list[ReportRow]:
     return []
 
 
-CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL)
+PLANTED = (
+    Mistake(
+        "the loss scale differs by rank", "amp", WRONG, NAME,
+        (("init_scale=1024.0", "init_scale=1024.0 * (rank + 1)"),),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, planted=PLANTED)

@@ -16,3 +16,15 @@ class Mistake:
     check: str
     changes: tuple[tuple[str, str], ...]
     original: tuple[tuple[str, str], ...] = ()
+
+
+# What several mistakes replace in plain.py, and by what
+STEP = "            optimizer.step()\n"
+LOSS = "F.cross_entropy(ddp(points), labels)"
+NO_DDP = (
+    ("ddp = DDP(build_model())", "ddp = build_model()\n    object.__setattr__(ddp, 'module', ddp)"),
+)
+AVERAGE = """            for p in ddp.parameters():
+                dist.all_reduce(p.grad)
+                p.grad /= world_size
+"""

@@ -2,8 +2,9 @@
 
 from prove.checks import unused_parameters
 from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import Mistake
 from prove.judge.reasons import Reason
-from prove.judge.table import ReportRow, right, warning, wrong
+from prove.judge.table import WARNING, WRONG, ReportRow, right, warning, wrong
 from prove.rank_record import DDPRecord, RankRecord
 
 NAME = "optimizer"
@@ -41,4 +42,14 @@ def row_of(ddp: DDPRecord, rank: RankRecord) -> ReportRow:
     return warning(NAME, Says.PARAMETERS_MISSING, **facts)
 
 
-CHECK = Check(NAME, Says, judge, Stage.STEPS)
+PLANTED = (
+    Mistake(
+        "the optimizer holds another model", "plain", WRONG, NAME,
+        (("SGD(ddp.parameters()", "SGD(build_model().parameters()"),),
+    ),
+    Mistake(
+        "parameters in no optimizer", "plain", WARNING, NAME,
+        (("SGD(ddp.parameters()", "SGD(ddp.module[0].parameters()"),),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.STEPS, planted=PLANTED)

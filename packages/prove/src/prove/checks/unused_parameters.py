@@ -3,10 +3,11 @@
 import re
 
 from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import Mistake
 from prove.judge.ends import error_is
 from prove.judge.reasons import Heading, Reason
 from prove.judge.steps import parameter_names
-from prove.judge.table import ReportRow, warning, wrong
+from prove.judge.table import WARNING, ReportRow, warning, wrong
 from prove.judge.wording import phrase
 from prove.rank_record import DDPRecord
 
@@ -72,7 +73,19 @@ def judge_steps(seen: Seen) -> list[ReportRow]:
     return []
 
 
-STOPPED = Check(NAME, Says, judge_end, Stage.ANY_RUN)
+PLANTED = (
+    Mistake(
+        "parameters that get no gradient", "plain", WARNING, NAME,
+        (
+            (
+                "ddp = DDP(build_model())",
+                "model = build_model()\n    model[0].spare = nn.Linear(2, 2)\n"
+                "    ddp = DDP(model, find_unused_parameters=True)",
+            ),
+        ),
+    ),
+)  # fmt: skip
+STOPPED = Check(NAME, Says, judge_end, Stage.ANY_RUN, planted=PLANTED)
 USED_BY_SOME = Check(
     NAME,
     Says,

@@ -1,9 +1,10 @@
 """Does each step begin without the gradients of the step before?"""
 
 from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import Mistake
 from prove.judge.reasons import Heading, Reason
 from prove.judge.steps import StepOfRanks
-from prove.judge.table import ReportRow, wrong
+from prove.judge.table import WRONG, ReportRow, wrong
 
 NAME = "zero_grad"
 
@@ -34,4 +35,9 @@ def steps_with_old_gradients(seen: Seen) -> list[StepOfRanks]:
     return old if len(old) > 1 else []
 
 
-CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL)
+PLANTED = (
+    Mistake(
+        "no zero_grad", "plain", WRONG, NAME, (("            optimizer.zero_grad()\n", ""),)
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, planted=PLANTED)

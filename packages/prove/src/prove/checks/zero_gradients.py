@@ -1,8 +1,9 @@
 """Is any gradient of any step other than zero?"""
 
 from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import LOSS, Mistake
 from prove.judge.reasons import Reason
-from prove.judge.table import ReportRow, wrong
+from prove.judge.table import WRONG, ReportRow, wrong
 
 NAME = "zero gradients"
 
@@ -23,4 +24,10 @@ def judge(seen: Seen) -> list[ReportRow]:
     return [wrong(NAME, Says.ZERO_GRADIENTS, at=steps[0].at)]
 
 
-CHECK = Check(NAME, Says, judge, Stage.STEPS)
+PLANTED = (
+    Mistake(
+        "cross-entropy over one class", "plain", WRONG, NAME,
+        ((LOSS, "F.cross_entropy(ddp(points)[:, :1], torch.zeros_like(labels))"),),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.STEPS, planted=PLANTED)
