@@ -12,8 +12,8 @@ STAGES := $(sort $(dir $(wildcard 0*_*/train.py beyond/*/train.py)))
 TYPED := $(wildcard conftest.py common/*.py local_ranks/*.py tests/helpers/*.py notebooks/*.py)
 TYPED += $(wildcard benchmarks/*.py benchmarks/*/*.py docs/tools/*.py docs/pictures/*.py)
 TYPED += $(wildcard 0*_*/[!0-9]*.py 0*_*/*/[!0-9]*.py beyond/*/[!0-9]*.py)
-TYPED += $(wildcard packages/*/src/*/*.py packages/*/evidence/*/*.py)
-TYPED += $(wildcard packages/prove/src/prove/judge/*.py packages/prove/src/prove/watch/*.py)
+TYPED += $(wildcard packages/*/src/*/*.py packages/*/evidence/*.py)
+TYPED += $(wildcard $(addprefix packages/prove/src/prove/,checks/*.py judge/*.py watch/*.py))
 TYPED := $(filter-out %/train.py %/minimal.py, $(TYPED))
 
 .PHONY: help tour test format lint break puzzle check-pages bench gpu pictures notebooks bench-all faults

@@ -4,34 +4,34 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.result_files import Results
-from check_answer import COST, cost
+from check_answer import COST, PUZZLES, cost
 from local_ranks.chapters import ROOT
-from prove.judge.table import WRONG
-from traces import PUZZLES
 
 TO_ROOT = Path("..", "..")  # from the page
+MISTAKES = TO_ROOT / "packages" / "prove" / "evidence" / "mistakes"
 
 
 def found_by(puzzle: Any, runs: dict) -> str:
-    if runs[WRONG]:
-        return f"In prove's table: WRONG {', '.join(runs[WRONG])}."
+    if runs["WRONG"]:
+        return f"In prove's table: WRONG {', '.join(runs['WRONG'])}."
     if puzzle.rows:
         return f"In prove's table: only a warning, {', '.join(puzzle.rows)}."
     return f"In prove's table: nothing. {puzzle.why_unseen}"
 
 
 def answer(puzzle: Any, runs: dict) -> str:
-    change = "".join(puzzle.diff.splitlines(keepends=True)[2:])  # without names of files
-    repository, _, number = puzzle.report.removeprefix("https://github.com/").rsplit("/", 2)
+    story = puzzle.story
+    change = "".join(story.diff.splitlines(keepends=True)[2:])  # without names of files
+    repository, _, number = story.report.removeprefix("https://github.com/").rsplit("/", 2)
     return f"""
 <details>
 <summary>Answer {puzzle.number}: {puzzle.style}</summary>
 
-{puzzle.mistake} {found_by(puzzle, runs)}
+{story.mistake} {found_by(puzzle, runs)}
 
-What it cost: {cost(puzzle)}. Reported in [{repository}#{number}]({puzzle.report}).
+What it cost: {cost(puzzle)}. Reported in [{repository}#{number}]({story.report}).
 
-<!-- part of: answers/{puzzle.number:02}.diff -->
+<!-- part of: {MISTAKES}/{story.name}/cure.diff -->
 ```{"diff"}
 {change}```
 
@@ -41,7 +41,7 @@ What it cost: {cost(puzzle)}. Reported in [{repository}#{number}]({puzzle.report
 
 def puzzles(results: Results) -> str:
     rows = "".join(
-        f"| {p.number} | [{p.style}]({p.script}) | {p.purpose} "
+        f"| {p.number} | [{p.style}]({MISTAKES}/{p.story.name}/train.py) | {p.purpose} "
         f"| [{title(TO_ROOT / p.belongs_to)}]({TO_ROOT / p.belongs_to}) |\n"
         for p in PUZZLES
     )

@@ -30,6 +30,7 @@ ROOM_OF_FOLDER = {
     "docs": "workshop",
 }
 
+OBSERVE = "prove.watch.observe"
 Graph = dict[str, set[str]]  # of each module, those that it imports
 
 
@@ -131,24 +132,61 @@ def test_no_import_leads_back_to_its_own_module(folder):
     assert {importing, needed} <= {*circle_in(graph_of(sources | back))}, "the control"
 
 
-def between_sides(graph: Graph) -> list[tuple[str, str]]:
-    """Imports that lead from one side of prove to the other."""
+def reached_from(start: str, graph: Graph) -> set[str]:
+    reached: set[str] = set()
+    new = {start}
+    while new:
+        reached |= new
+        new = set().union(*(graph[each] for each in new)) - reached
+    return reached
 
-    def side(name: str) -> str:
-        return name.removeprefix("prove.").partition(".")[0]
 
-    pairs = [(name, needed) for name in graph for needed in graph[name]]
-    return [pair for pair in pairs if {*map(side, pair)} == {"watch", "judge"}]
+def reached_sides(graph: Graph) -> list[tuple[str, str]]:
+    """Modules of prove that watch or judge, and what they reach of the other side. A check is on
+    both; only observe.py, which puts all watchers in place, knows the checks."""
+    pairs = []
+    for own, other in (("prove.watch.", "prove.judge."), ("prove.judge.", "prove.watch.")):
+        names = [each for each in graph if each.startswith(own) and each != OBSERVE]
+        pairs += [
+            (name, needed)
+            for name in names
+            for needed in sorted(reached_from(name, graph))
+            if needed.startswith((other, "prove.checks"))
+        ]
+    return pairs
 
 
 def test_what_watches_a_script_and_what_judges_it_share_the_records_alone():
     sources = sources_of("packages/prove/src/prove")
-    assert between_sides(graph_of(sources)) == []
-    observe = sources["prove.watch.observe"]
-    changed = {"prove.watch.observe": f"{observe}\nfrom prove.judge import table\n"}
-    assert between_sides(graph_of(sources | changed)) == [
-        ("prove.watch.observe", "prove.judge.table")
-    ], "the control"
+    assert reached_sides(graph_of(sources)) == []
+    for name, line in (
+        ("prove.watch.data", "from prove.judge import table\n"),
+        ("prove.judge.table", "from prove.processes import preload\n"),  # which imports watch
+    ):
+        changed = graph_of(sources | {name: f"{sources[name]}\n{line}"})
+        assert name in {importing for importing, _ in reached_sides(changed)}, "the control"
+
+
+def test_what_a_rank_loads_starts_no_process_and_makes_no_run():
+    """The ranks load all checks, because a check watches and judges."""
+    sources, of_runs = sources_of("packages/prove/src/prove"), {"prove.processes", "prove.runs"}
+    assert not reached_from(OBSERVE, graph_of(sources)) & of_runs
+    check = sources["prove.checks.files"]
+    changed = {"prove.checks.files": f"{check}\nfrom prove.processes import run_command\n"}
+    assert reached_from(OBSERVE, graph_of(sources | changed)) & of_runs, "the control"
+
+
+def test_a_package_gives_names_and_its_modules_take_none_of_them_back():
+    sources = sources_of("packages/prove/src/prove")
+    statements = ast.parse(sources["prove"]).body
+    kinds = {type(each) for each in statements}
+    assert kinds <= {ast.Expr, ast.ImportFrom, ast.Assign}, "the docstring, imports, __all__"
+    changed = {"prove.runs": f"{sources['prove.runs']}\nfrom prove import check\n"}
+    for graph, importing in (
+        (graph_of(sources), []),
+        (graph_of(sources | changed), ["prove.runs"]),
+    ):
+        assert [name for name in graph if "prove" in graph[name]] == importing, "and the control"
 
 
 NEVER_IMPORTED = ("train", "minimal")  # each of several folders has its own

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from helpers.prove_runs import verdict
-from prove.judge.run_reasons import RunReason
-from prove.judge.samples import sample_rows_by_content
+from prove.checks.samples import Says, row_by_content
 from prove.random_state import worker_drew
 from prove.rank_record import LoaderPass, RankRecord
 from prove.watch.data import fingerprint
@@ -508,22 +507,21 @@ def test_an_evaluation_of_a_stream_is_judged_by_content(prove_script):
 def test_a_shared_stream_is_told_to_split_or_to_shuffle_before_it_splits():
     """Or both, while nobody knows: its end was not seen. The control: split."""
 
-    def reason(*of_ranks: range, ended: bool) -> RunReason:
+    def reason(*of_ranks: range, ended: bool) -> Says:
         fixed = {"number": 0, "loader": 0, "at": "train.py:1", "sampler": "?", "shuffle": None}
         fixed |= {"workers": 0, "batch_size": 5, "limit": 4, "dataset": 0, "dataset_length": None}
         fixed |= {"fingerprint": [], "is_stream": True, "with_gradients": True}
         fixed |= {"batches_and_samples": None, "steps_before": 0, "collectives_before": 0}
         fixed |= {"backwards_before": 0, "generators": []}
         passes = [LoaderPass(**fixed, ended=ended, contents=[[*own]]) for own in of_ranks]
-        [row] = sample_rows_by_content([RankRecord() for _ in passes], [passes], False)
-        return row.reason
+        return row_by_content([RankRecord() for _ in passes], [passes], False).reason
 
     for ended in (True, False):
         everything = reason(range(20), range(19, -1, -1), ended=ended)
-        assert everything == RunReason.STREAM_NOT_SPLIT
-    assert reason(range(20), range(10, 30), ended=True) == RunReason.STREAM_SPLIT_DIFFERENTLY
-    assert reason(range(20), range(10, 30), ended=False) == RunReason.CONTENTS_SHARED
-    assert reason(range(20), range(20, 40), ended=False) == RunReason.CONTENTS_SPLIT
+        assert everything == Says.STREAM_NOT_SPLIT
+    assert reason(range(20), range(10, 30), ended=True) == Says.STREAM_SPLIT_DIFFERENTLY
+    assert reason(range(20), range(10, 30), ended=False) == Says.CONTENTS_SHARED
+    assert reason(range(20), range(20, 40), ended=False) == Says.CONTENTS_SPLIT
 
 
 def test_padding_does_not_hide_that_nobody_adds_up_the_parts(prove_script):

@@ -12,11 +12,11 @@ from helpers.prove_runs import TORCHRUN, run, verdict
 from local_ranks.ranks import NEW_PROCESSES
 from local_ranks.scripts import SECONDS
 from prove import processes
-from prove.judge import effects, replay_checks, table, wording
+from prove.checks import SENTENCES, order_of_an_epoch
+from prove.judge import ends, replay_checks, table, wording
 from prove.judge.reasons import Phrase
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.run_reasons import RunReason
-from prove.rank_record import Ended, RankRecord, ScriptError
+from prove.rank_record import Ended, RankRecord, RunOutcome, ScriptError
 from prove_cases import PACKAGE, planted, training_of
 
 TWO_DATA_SETS = (
@@ -105,7 +105,7 @@ def test_a_rank_that_cannot_be_watched_says_why(tmp_path):
 
 
 def test_every_cure_links_to_a_heading_that_exists():
-    links = {reason.link for reason in table.REASONS.values()} - {""}
+    links = {reason.link for reason in SENTENCES.values()} - {""}
     assert len(links) >= 8
     assert links - anchors(table.PAGE) == set()
 
@@ -119,7 +119,7 @@ def test_a_row_that_was_written_as_json_says_the_same_again():
     ]
     row = table.warning("printed numbers", ReplayReason.NUMBERS_DIFFER, numbers=differing)
     row = replace(row, also=({"numbers": differing[:1]},))
-    again = table.ReportRow.from_json(json.loads(json.dumps(row.as_json())))
+    again = table.ReportRow.from_json(json.loads(json.dumps(row.as_json())), SENTENCES)
     assert (again.evidence, again.cure, again.link) == (row.evidence, row.cure, row.link)
     assert "on 4 ranks and 0.5 on one (?) and 2 more; after the same steps, loss" in row.evidence
 
@@ -141,7 +141,7 @@ def test_a_reason_writes_its_facts_as_numbers_with_nouns_lists_and_shares():
 
 def test_a_link_leads_to_the_page_from_the_folder_of_the_user(tmp_path, monkeypatch):
     facts = {"at": "train.py:1", "sampler": "RandomSampler"}
-    rows = [table.wrong("order of an epoch", RunReason.EPOCH_NOT_SET, **facts)]
+    rows = [table.wrong("order of an epoch", order_of_an_epoch.Says.EPOCH_NOT_SET, **facts)]
     page = PACKAGE / "src" / "prove" / "cures.md"
     for folder, is_inside in ((PACKAGE, True), (tmp_path, False)):
         monkeypatch.chdir(folder)
@@ -153,15 +153,15 @@ def test_a_link_leads_to_the_page_from_the_folder_of_the_user(tmp_path, monkeypa
 def test_the_error_of_a_rank_is_told_and_not_that_of_its_launcher():
     log = "ModuleNotFoundError: No module named 'tokens'\n"
     log += "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"
-    outcome = processes.RunOutcome(1, log, False, False, [], 1.0)
-    assert effects.error_of(outcome) == log.splitlines()[0]
+    outcome = RunOutcome(1, log, False, False, [], 1.0)
+    assert ends.error_of(outcome) == log.splitlines()[0]
 
 
 def test_a_rank_that_loses_one_which_we_have_ended_has_no_error_of_its_own():
     lost = ScriptError("RuntimeError", "Connection closed by peer", "train.py:9", 0.0)
     for ended, is_ours in ((Ended.WHEN_SEEN, True), (Ended.AT_ITS_END, False)):
         records = [RankRecord(0, ended=ended), RankRecord(1, ended=Ended.WITH_ERROR, error=lost)]
-        outcome = effects.without_our_ends(processes.RunOutcome(1, "", False, False, records, 1.0))
+        outcome = ends.without_our_ends(RunOutcome(1, "", False, False, records, 1.0))
         assert [outcome.status == 0, outcome.records[1].error is None] == [is_ours, is_ours]
 
 

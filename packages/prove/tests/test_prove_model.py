@@ -5,14 +5,22 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 from helpers.prove_runs import verdict
+from prove.checks import averaged_gradients
+from prove.checks.base import Seen
 from prove.judge.compare_steps import FLOAT64_LIMIT, Comparer, Comparison, Outcome, worst
-from prove.judge.model import StepOfRanks, averaged_gradient_rows
 from prove.judge.reasons import Phrase, Reason
 from prove.judge.replay import Precision
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.run_reasons import RunReason
 from prove.judge.schedule import Schedule, row_of_length
-from prove.rank_record import Note, OptimizerRecord, OptimizerStep, RankRecord, ScheduleRecord
+from prove.judge.steps import StepOfRanks
+from prove.rank_record import (
+    Note,
+    OptimizerRecord,
+    OptimizerStep,
+    RankRecord,
+    RunOutcome,
+    ScheduleRecord,
+)
 from prove.watch.schedule import length_of
 from prove_cases import planted, training_of
 
@@ -151,6 +159,17 @@ def test_gradients_that_are_no_numbers_are_not_called_zero(prove_script):
     assert verdict(ended, "finite gradients") == "warning", ended.stdout + ended.stderr
     assert verdict(ended, "zero gradients").startswith("no row")
     ended = prove_script(source.replace("x).square()", "x * 0).square()"))  # the control
+    assert verdict(ended, "finite loss").startswith("no row")
+    assert verdict(ended, "finite gradients").startswith("no row")
+
+
+def test_a_loss_that_is_no_number_is_seen_also_where_its_gradients_are_finite(prove_script):
+    """The test above has its control."""
+    source = training_of("DistributedDataParallel(nn.Linear(8, 8))")
+    line = next(n for n, text in enumerate(source.splitlines(), 1) if "backward()" in text)
+    ended = prove_script(source.replace("mean().backward", "mean().add(x[:0].mean()).backward"))
+    assert verdict(ended, "finite loss") == "warning", ended.stdout + ended.stderr
+    assert f"the loss is nan at train.py:{line}, first before step 1" in ended.stdout
     assert verdict(ended, "finite gradients").startswith("no row")
 
 
@@ -246,23 +265,25 @@ def test_what_has_become_of_the_mean_is_told_from_what_each_rank_computed():
             OptimizerStep("?", 1, 0, 4, [], 1.0, "torch.float64", [], projections, [*own], False)
             for own in local
         ]
-        of_ranks = StepOfRanks(OptimizerRecord("?", False), 1, steps, 0.0)
         record = RankRecord(notes=dict.fromkeys(notes, "train.py:8"))
-        [row] = averaged_gradient_rows(record, [of_ranks], [])
+        seen = Seen(RunOutcome(0, "", False, False, [record], 1.0), [])
+        seen.steps = [StepOfRanks(OptimizerRecord("?", False), 1, steps, 0.0)]
+        seen.judged.add("weights")
+        [row] = averaged_gradients.judge(seen)
         assert "{" not in row.evidence
         return row.reason
 
     mean = [2.0, 0.0, 0.5, 2.0]
-    assert reason(mean) == reason(mean, Note.CLIPS) == RunReason.MEAN_OF_RANKS
-    assert reason([2 * value for value in mean]) == RunReason.SUM_OF_RANKS
+    assert reason(mean) == reason(mean, Note.CLIPS) == averaged_gradients.Says.MEAN_OF_RANKS
+    assert reason([2 * value for value in mean]) == averaged_gradients.Says.SUM_OF_RANKS
     assert reason([0.75 * a + 0.25 * b for a, b in zip(*local, strict=True)]) == (
-        RunReason.WEIGHTED_SUM
+        averaged_gradients.Says.WEIGHTED_SUM
     )
-    assert reason([value / 4 for value in mean], Note.CLIPS) == RunReason.CLIPPED
-    assert reason([value / 4 for value in mean]) == RunReason.CHANGED_BEFORE_STEP
+    assert reason([value / 4 for value in mean], Note.CLIPS) == averaged_gradients.Says.CLIPPED
+    assert reason([value / 4 for value in mean]) == averaged_gradients.Says.CHANGED_BEFORE_STEP
     by_value = [min(value, 0.6) for value in mean]
-    assert reason(by_value, Note.CLIPS) == RunReason.CLIPPED_APART
-    assert reason(by_value) == RunReason.NO_MULTIPLE_OF_MEAN
+    assert reason(by_value, Note.CLIPS) == averaged_gradients.Says.CLIPPED_APART
+    assert reason(by_value) == averaged_gradients.Says.NO_MULTIPLE_OF_MEAN
 
 
 def test_what_is_advised_against_rounding_is_not_what_was_already_done():

@@ -11,9 +11,10 @@
     watch/         what each rank does beside the script; random_state.py, its random numbers
     comparable.py  how tensors of any dtype and layout are compared
     rank_record.py what it writes down, and all that is known of it here
-    judge/         what the records say: rows of a table
+    checks/        what the run of all ranks says by itself: one module for each check
+    judge/         what several checks ask of the records, what a replay says, and the table
 
-Nothing in watch/ knows of judge/, nor the other way round.
+A check watches and judges. Beside it, nothing in watch/ knows of judge/, nor the other way round.
 """
 
 import json
@@ -26,12 +27,20 @@ import warnings
 from argparse import Namespace
 from pathlib import Path
 
-from prove import NotJudgedError, processes
+from prove import processes
+from prove.errors import (
+    IS_WRONG,
+    NOT_JUDGED,
+    NOTHING_PROVEN,
+    OWN_ERROR,
+    PROVEN,
+    NotJudgedError,
+    NotObservedError,
+)
 from prove.judge.table import (
     WARNING,
     WRONG,
-    Check,
-    NotObservedError,
+    ProofRow,
     ReportRow,
     format_table,
     unproven_checks,
@@ -39,16 +48,18 @@ from prove.judge.table import (
 from prove.judge.wording import number_with_noun
 from prove.options import parse_args
 
-PROOF_OF = {Check.ONE_RANK: "what is averaged", Check.ORIGINAL: "the conversion"}
+PROOF_OF: dict[str, str] = {
+    ProofRow.ONE_RANK: "what is averaged",
+    ProofRow.ORIGINAL: "the conversion",
+}
 STOPPING = (signal.SIGINT, signal.SIGTERM)
-PROVEN, IS_WRONG, NOT_JUDGED, OWN_ERROR, NOTHING_PROVEN = range(5)  # exit statuses
 
 
 def print_to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def write_json(file: Path | None, rows: list[ReportRow], unproven: list[Check], error: str) -> None:
+def write_json(file: Path | None, rows: list[ReportRow], unproven: list[str], error: str) -> None:
     if file:
         result = {"rows": [row.as_json() for row in rows], "unproven": unproven, "error": error}
         file.write_text(json.dumps(result, indent=1, default=str))
@@ -77,10 +88,10 @@ def run_proof(
 
         prove(args, print_to_stderr, spare, rows)
         return PROVEN, ""
-    except NotJudgedError as error:
-        return NOT_JUDGED, str(error)
     except NotObservedError as error:
         return OWN_ERROR, f"the script runs by itself, but not while prove watches it: {error}"
+    except NotJudgedError as error:
+        return NOT_JUDGED, str(error)
     except StoppedError as error:
         return error.status, str(error)
     except Exception as error:  # a mistake of prove's is no verdict
@@ -116,7 +127,7 @@ def main() -> int:
             error += ", before anything was known"
         print_to_stderr(f"error: {error}")
         return status
-    proof = [Check.ONE_RANK, Check.ORIGINAL] if args.original else [Check.ONE_RANK]
+    proof = [ProofRow.ONE_RANK, ProofRow.ORIGINAL] if args.original else [ProofRow.ONE_RANK]
     unproven = unproven_checks(rows, proof)
     write_json(args.json, rows, unproven, "")
     print(format_table(rows))

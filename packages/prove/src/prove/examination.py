@@ -6,6 +6,7 @@ alike on all ranks, or all samples get one draw.
 
 import torch
 
+from prove.checks import averaged_gradients, forward_through_ddp, weights, zero_grad
 from prove.judge import replay_checks
 from prove.judge.compare_steps import (
     FLOAT64_LIMIT,
@@ -15,11 +16,11 @@ from prove.judge.compare_steps import (
     farthest,
     worst,
 )
-from prove.judge.effects import error_of
+from prove.judge.ends import error_of
 from prove.judge.reasons import Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.table import WARNING, WRONG, Check, ReportRow
+from prove.judge.table import WARNING, WRONG, ReportRow
 from prove.rank_record import Finding, Mode, ReplayVariant, forced_file
 from prove.runs import Runs
 
@@ -206,11 +207,11 @@ def is_explained(step: int, rows: list[ReportRow]) -> bool:
     """By rows above, which begin no later: the ranks do not train one model."""
     for row in rows:
         begin = row.facts.get("step", 0)
-        if row.check == Check.WEIGHTS and row.verdict == WRONG and begin < step:
+        if row.check == weights.NAME and row.verdict == WRONG and begin < step:
             return True
-        if row.check == Check.WEIGHTS and row.verdict == WARNING and begin <= step:
+        if row.check == weights.NAME and row.verdict == WARNING and begin <= step:
             return True
-        of_the_step = (Check.AVERAGED_GRADIENTS, Check.ZERO_GRAD, Check.FORWARD)
+        of_the_step = (averaged_gradients.NAME, zero_grad.NAME, forward_through_ddp.NAME)
         if row.check in of_the_step and row.verdict == WRONG and begin <= step:
             return True
     return False

@@ -17,7 +17,7 @@ import traceback
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from prove.rank_record import (
     Ended,
     Mode,
     RankRecord,
+    RunOutcome,
     Settings,
     end_process,
     read_records,
@@ -39,18 +40,6 @@ REPLACED_STREAMS: list[Any] = []  # one that owns descriptor 1 would close it wh
 SECONDS_UNTIL_SURE = 1.5  # seconds without progress, if the ranks wait for different things
 BEATS_OF_A_LIVE_RANK = 4  # a rank that has not written so often since then may only be slow
 SECONDS_AFTER_FAILURE = 3.0  # seconds that the others get when one rank has failed
-
-
-@dataclass
-class RunOutcome:
-    """What the records of the ranks do not say themselves."""
-
-    status: int
-    log: str
-    hang: bool
-    silent: bool  # no progress, and nobody can say why
-    records: list[RankRecord]
-    seconds: float
 
 
 class Torchrun(NamedTuple):

@@ -12,21 +12,28 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from prove import NotJudgedError, processes
+from prove import processes
+from prove.checks import CHECKS, judge_in_order
+from prove.checks.base import Seen, Stage
+from prove.errors import NotJudgedError
 from prove.examination import Examination
 from prove.judge import printed_numbers, replay_checks, schedule
 from prove.judge.compare_steps import Comparison, Outcome, comparisons, farthest, worst
-from prove.judge.effects import effect_rows, error_of, what_ranks_do
-from prove.judge.epochs import epoch_rows, original_epoch_rows
-from prove.judge.evaluation import evaluation_rows
-from prove.judge.model import model_rows
+from prove.judge.ends import error_of, what_ranks_do
+from prove.judge.loader_passes import same_contents, trained_loader_passes
+from prove.judge.original_epoch import original_epoch_rows
 from prove.judge.reasons import Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.run_reasons import RunReason
-from prove.judge.samples import same_contents, sample_rows, trained_loader_passes
-from prove.judge.table import RIGHT, WRONG, Check, ReportRow, not_seen
-from prove.rank_record import Mode, Note, OptimizerRecord, RankRecord, ReplayVariant
+from prove.judge.table import RIGHT, WRONG, ProofRow, ReportRow, not_seen
+from prove.rank_record import (
+    Mode,
+    Note,
+    OptimizerRecord,
+    RankRecord,
+    ReplayVariant,
+    RunOutcome,
+)
 from prove.runs import Runs, command_of_one_rank, failed
 from prove.watch.effects import restore_files
 
@@ -39,7 +46,7 @@ class Prover:
         self.runs, self.args, self.rows = runs, runs.args, rows
 
     @property
-    def observed(self) -> processes.RunOutcome:
+    def observed(self) -> RunOutcome:
         return self.runs.observed
 
     def check_that_something_was_seen(self) -> None:
@@ -56,8 +63,10 @@ class Prover:
         if outcome.hang:
             return
         if failed(outcome) or not records:
-            rows = effect_rows(outcome) + sample_rows(records) + epoch_rows(records)
-            if not any(row.verdict == WRONG for row in rows):
+            seen = Seen(outcome, [])
+            judge_in_order(Stage.ANY_RUN, seen)
+            judge_in_order(Stage.ALL_RECORDS, seen)
+            if not any(row.verdict == WRONG for row in seen.rows):
                 error = error_of(outcome)
                 needs_gpu = not self.args.cpu and ("NVIDIA" in error or "CUDA" in error)
                 advice = "; --cpu runs it without a GPU for each rank" if needs_gpu else ""
@@ -71,39 +80,34 @@ class Prover:
         self.runs.observe()
         self.check_that_something_was_seen()
         observed, records, rows = self.observed, self.observed.records, self.rows
-        rows += effect_rows(observed)
+        seen = Seen(observed, rows)
+        judge_in_order(Stage.ANY_RUN, seen)
         if any(record.world_size > len(records) for record in records):
             facts = {"present": len(records), "world_size": records[0].world_size}
-            rows.append(not_seen(Check.RANKS, ReplayReason.RECORDS_MISSING, **facts))
+            rows.append(not_seen(ProofRow.RANKS, ReplayReason.RECORDS_MISSING, **facts))
             return
-        rows += sample_rows(records) + epoch_rows(records)
-        rows += evaluation_rows(records)
+        judge_in_order(Stage.ALL_RECORDS, seen)
         if observed.hang:
-            rows.append(not_seen(Check.ONE_RANK, ReplayReason.RUN_HANGS))
+            rows.append(not_seen(ProofRow.ONE_RANK, ReplayReason.RUN_HANGS))
             return
         if not all(record.ended.is_well for record in records):
             message = error_of(observed)
-            rows.append(not_seen(Check.ONE_RANK, ReplayReason.RUN_FAILS, message=message))
+            rows.append(not_seen(ProofRow.ONE_RANK, ReplayReason.RUN_FAILS, message=message))
             return
         if not any(record.steps for record in records):
             batches = sum(loader_pass.batches_given for loader_pass in records[0].loader_passes)
             why = ReplayReason.NO_STEP if batches else ReplayReason.NO_BATCH
             places = list(dict.fromkeys(each.at for each in records[0].loader_passes))
-            rows.append(not_seen(Check.ONE_RANK, why, batches=batches, places=places))
+            rows.append(not_seen(ProofRow.ONE_RANK, why, batches=batches, places=places))
             return
-        records = steps_of_all_ranks(records)
-        self.runs.observed = replace(observed, records=records)
-        rows += model_rows(records)
+        seen.outcome = self.runs.observed = replace(observed, records=steps_of_all_ranks(records))
+        judge_in_order(Stage.STEPS, seen)
+        if seen.trains_one_model():
+            judge_in_order(Stage.ONE_MODEL, seen)
         rows += self.one_rank_rows(rows)
-        if any(row.check == Check.ONE_RANK and row.verdict == RIGHT for row in rows):
-            # Whatever changed the gradients before the step was no mistake.
-            unexplained = (Check.AVERAGED_GRADIENTS, Check.FORWARD)
-            rows[:] = [
-                row for row in rows
-                if row.verdict == RIGHT
-                or row.reason == RunReason.IMAGINARY_LOST  # one rank loses it, too
-                or (row.check not in unexplained and row.reason != RunReason.PARAMETERS_OF_SOME)
-            ]  # fmt: skip
+        if any(row.check == ProofRow.ONE_RANK and row.verdict == RIGHT for row in rows):
+            moot = {reason for check in CHECKS for reason in check.moot_if_proven}
+            rows[:] = [row for row in rows if row.reason not in moot]
         rows += self.original_rows(rows)
 
     def original_rows(self, rows: list[ReportRow]) -> list[ReportRow]:
@@ -111,7 +115,7 @@ class Prover:
             return []
         replayed = self.runs.replay(Mode.ORIGINAL, shlex.split(self.args.original))
         if obstacle := replay_checks.why_not_replayed(replayed):
-            return [obstacle.row(Check.ORIGINAL)]
+            return [obstacle.row(ProofRow.ORIGINAL)]
         compared = comparisons(replayed)
         if worst(compared) == Outcome.DIFFERENT:
             unsure = replay_checks.unsure_draws(replayed)
@@ -124,7 +128,7 @@ class Prover:
         elif unsure := replay_checks.data_not_given(replayed, compared):
             compared = [unsure]
         records, original = self.observed.records, replayed.replayed
-        result = [each.row(Check.ORIGINAL) for each in compared]
+        result = [each.row(ProofRow.ORIGINAL) for each in compared]
         return result + original_epoch_rows(records, original)
 
     def why_no_replay(self, command: list[str] | None) -> Comparison | None:
@@ -150,17 +154,17 @@ class Prover:
         command = command_of_one_rank(self.args)
         obstacle = self.why_no_replay(command)
         if command is None or obstacle:
-            return [obstacle.row(Check.ONE_RANK)] if obstacle else []
+            return [obstacle.row(ProofRow.ONE_RANK)] if obstacle else []
         replayed = self.runs.best_replay(command)
         if obstacle := replay_checks.why_not_replayed(replayed):
-            return [obstacle.row(Check.ONE_RANK)]
+            return [obstacle.row(ProofRow.ONE_RANK)]
         compared = comparisons(replayed)
         examination = Examination(self.runs, command, replayed, compared, rows)
         if worst(compared) == Outcome.DIFFERENT:
             compared = examination.result()
         elif unsure := replay_checks.data_not_given(replayed, compared):
             compared = [unsure]
-        result = [each.row(Check.ONE_RANK) for each in compared]
+        result = [each.row(ProofRow.ONE_RANK) for each in compared]
         result += replay_checks.draw_rows(replayed)
         if all(each.outcome == Outcome.EQUAL for each in compared):
             result += self.number_rows(examination.replayed, examination.variant)

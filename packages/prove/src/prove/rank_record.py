@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 
 class StrEnum(str, Enum):
@@ -104,6 +104,7 @@ SECONDS_PER_BEAT = 0.2  # the record is written again, and read again
 MOST_COLLECTIVES = 4000  # more are not written down
 EVALUATION_FACTOR = 4  # an evaluation gets so many times the batches of a training epoch
 
+Part = TypeVar("Part")
 Projection = tuple[float, float]  # the product of a tensor with a fixed vector, and its norm
 
 
@@ -279,13 +280,6 @@ class DDPRecord:
     buffers_at_end: dict[str, Projection] = field(default_factory=dict)
 
 
-class OpenedFile(NamedTuple):
-    path: str
-    mode: str  # as for open(), or "os.open"
-    at: str
-    steps_before: int
-
-
 class PrintedText(NamedTuple):
     text: str
     at: str
@@ -348,6 +342,29 @@ class Metric(NamedTuple):
     steps_before: int
 
 
+class DrawKey(NamedTuple):
+    """Which of the calls that draw random numbers this is."""
+
+    batch: tuple[int, int]  # the pass over a loader and the number of the batch
+    at: str
+    name: str
+    number: int  # of this call, at this place and in this batch
+
+
+class Draw(NamedTuple):
+    """What one such call has drawn."""
+
+    value: Any
+    arguments: list  # the numbers with which it was called
+
+
+class OneDraw(NamedTuple):
+    """All samples of a batch get one and the same draw, so that their order cannot matter."""
+
+    dim: int  # of the samples
+    row: Any  # a tensor
+
+
 CENTERED = "mean that was subtracted"
 
 
@@ -393,8 +410,6 @@ class RankRecord:
     outputs: list[LayerOutput] = field(default_factory=list)
     backwards: list[Backward] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
-    opened_files: list[OpenedFile] = field(default_factory=list)
-    written: dict[str, int] = field(default_factory=dict)  # by path: a checksum of what it wrote
     printed: list[PrintedText] = field(default_factory=list)
     rates_after_epochs: list[list[float]] = field(default_factory=list)
     dropout: dict[str, int] = field(default_factory=dict)  # by place: a digest of torch's generator
@@ -422,11 +437,29 @@ class RankRecord:
     data: dict[DataFinding, list[tuple[int, str]]] = field(default_factory=dict)
     statistics: list[Statistic] = field(default_factory=list)
     buffers_outside_ddp: dict[str, dict[str, Projection]] = field(default_factory=dict)
+    parts: dict[type, Any] = field(default_factory=dict)  # what one check alone writes down
+
+    def part(self, kind: type[Part]) -> Part:
+        """The part of this class; it is empty if this rank has written nothing into it yet."""
+        part: Part = self.parts.setdefault(kind, kind())
+        return part
 
     def write(self, path: Path) -> None:
         part = path.with_suffix(".part")
         part.write_bytes(pickle.dumps(self))
         part.replace(path)  # renamed, so that nobody reads half a file
+
+
+@dataclass
+class RunOutcome:
+    """The records of all ranks, and what these do not say themselves."""
+
+    status: int
+    log: str
+    hang: bool
+    silent: bool  # no progress, and nobody can say why
+    records: list[RankRecord]
+    seconds: float
 
 
 def record_file(folder: str, mode: str, rank: int) -> Path:
@@ -447,7 +480,7 @@ def loop_file(folder: str, mode: str, rank: int) -> Path:
 
 
 def forced_file(folder: str, variant: ReplayVariant) -> Path:
-    """Draws that all runs of a variant are given: draws.Draw or draws.OneDraw by key."""
+    """Draws that all runs of a variant are given: Draw or OneDraw by key."""
     return Path(folder, f"forced{variant}.pt")
 
 

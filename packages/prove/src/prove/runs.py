@@ -7,12 +7,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from prove import NotJudgedError, processes
-from prove.judge import epochs, samples
-from prove.judge.effects import error_of, without_our_ends
+from prove import processes
+from prove.errors import NotJudgedError, NotObservedError
+from prove.judge import epoch_ends, loader_passes
+from prove.judge.ends import error_of, without_our_ends
 from prove.judge.replay import Precision, Replay
-from prove.judge.table import NotObservedError
-from prove.rank_record import Ended, Mode, Note, RankRecord, ReplayVariant, Settings
+from prove.rank_record import (
+    Ended,
+    Mode,
+    Note,
+    RankRecord,
+    ReplayVariant,
+    RunOutcome,
+    Settings,
+)
 from prove.watch.effects import restore_files
 
 NUMBER_OF_RANKS = (
@@ -66,9 +74,9 @@ class Runs:
         self.settings = Settings(
             folder, Mode.OBSERVE, not args.float32, args.cpu, args.batches, world_size, world_size
         )
-        self.observed: processes.RunOutcome
+        self.observed: RunOutcome
 
-    def run(self, settings: Settings, command: list[str]) -> processes.RunOutcome:
+    def run(self, settings: Settings, command: list[str]) -> RunOutcome:
         self.report(f"{settings.name}: {shlex.join(command)}")
         try:
             return processes.run_command(command, settings, self.args.timeout, spare=self.spare)
@@ -83,7 +91,7 @@ class Runs:
             return Precision.AS_ASKED
         return Precision.FLOAT64 if self.settings.float64 else Precision.AS_FAILED
 
-    def run_all_ranks(self, variant: ReplayVariant) -> processes.RunOutcome:
+    def run_all_ranks(self, variant: ReplayVariant) -> RunOutcome:
         """Again, each rank fed its own records."""
         return self.run(self.settings_of(Mode.CONTROL, variant), self.args.command)
 
@@ -119,7 +127,7 @@ class Runs:
         if self.settings.float64:
             attempts.append(replace(self.settings, float64=False))
         attempts.append(replace(self.settings, float64=False, watches_operations=False))
-        bare: processes.RunOutcome | None = None
+        bare: RunOutcome | None = None
         for number, settings in enumerate(attempts):
             if number:
                 kind = (
@@ -142,26 +150,26 @@ class Runs:
             raise NotObservedError(error_of(outcome))
         outcome = self.observe_last_window(outcome)
         self.observe_shortest_epoch(outcome.records)
-        self.observed = replace(outcome, records=samples.with_samples(outcome.records))
+        self.observed = replace(outcome, records=loader_passes.with_samples(outcome.records))
         self.settings = replace(
             self.settings,
             world_size=len(outcome.records) or self.settings.world_size,
             shares_out_cores=outcome.seconds > SECONDS_OF_SMALL_STEPS,
-            rows_are_split=samples.rows_are_split(self.observed.records),
+            rows_are_split=loader_passes.rows_are_split(self.observed.records),
         )
 
-    def observe_once(self, settings: Settings) -> processes.RunOutcome:
+    def observe_once(self, settings: Settings) -> RunOutcome:
         for file in Path(settings.folder).glob(f"{Mode.OBSERVE}.*"):
             file.unlink()
         self.settings, self.observed = settings, self.run(settings, self.args.command)
         return self.observed
 
-    def observe_last_window(self, outcome: processes.RunOutcome) -> processes.RunOutcome:
+    def observe_last_window(self, outcome: RunOutcome) -> RunOutcome:
         """Where several batches make one step, an epoch must end as the whole one does."""
         for _ in range(MOST_LONGER_RUNS):
             if failed(outcome) or outcome.hang or not outcome.records:
                 break
-            batches = epochs.batches_up_to_last_window(outcome.records[0])
+            batches = epoch_ends.batches_up_to_last_window(outcome.records[0])
             if not batches:
                 break
             self.report(f"several batches make one step: again, with {batches} in an epoch")
@@ -170,16 +178,16 @@ class Runs:
 
     def observe_shortest_epoch(self, records: list[RankRecord]) -> None:
         """Where the ranks have unequal numbers of batches: do they stop together?"""
-        shortest = epochs.shortest_of_unequal_epochs(records)
+        shortest = epoch_ends.shortest_of_unequal_epochs(records)
         if not 0 < shortest <= MOST_BATCHES_TO_THE_END:
             return
         batches = shortest + 1
         self.report(f"the ranks have unequal numbers of batches: again, with {batches} in an epoch")
         settings = replace(self.settings, batches=batches, variant=ReplayVariant.LONGER)
-        if epochs.stop_together(self.run(settings, self.args.command)):
+        if epoch_ends.stop_together(self.run(settings, self.args.command)):
             records[0].notes[Note.STOP_TOGETHER] = ""
 
-    def run_bare(self, outcome: processes.RunOutcome) -> processes.RunOutcome:
+    def run_bare(self, outcome: RunOutcome) -> RunOutcome:
         """Does the script fail by itself? It gets a little more time than it took to fail here."""
         seconds = max(LEAST_SECONDS, 3 * outcome.seconds)
         settings = replace(self.settings, mode=Mode.BARE)
@@ -200,7 +208,7 @@ class Runs:
         return replayed
 
 
-def failed(outcome: processes.RunOutcome) -> bool:
+def failed(outcome: RunOutcome) -> bool:
     if outcome.hang or outcome.silent:
         return False
     ended = [record.ended == Ended.WITH_ERROR for record in outcome.records]

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from prove.comparable import precision
-from prove.judge.model import differ
 from prove.judge.place import place_of_difference, place_of_loss
 from prove.judge.reasons import Phrase, Reason
 from prove.judge.replay import Gradients, Precision, Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.table import Check, ReportRow, not_seen, right, warning, wrong
+from prove.judge.steps import differ
+from prove.judge.table import ProofRow, ReportRow, not_seen, right, warning, wrong
 from prove.judge.wording import phrase
 from prove.rank_record import Note, OptimizerRecord, OptimizerStep, Projection
 
@@ -54,7 +54,7 @@ class Comparison:
     reason: Reason
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def row(self, check: Check) -> ReportRow:
+    def row(self, check: ProofRow) -> ReportRow:
         if self.outcome == Outcome.EQUAL:
             return right(check, self.reason, **self.facts)
         if self.outcome == Outcome.DIFFERENT:

@@ -8,12 +8,11 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from prove.judge.effects import NUMBER
 from prove.judge.reasons import Phrase
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.table import Check, ReportRow, right, warning
-from prove.judge.wording import phrase
+from prove.judge.table import ProofRow, ReportRow, right, warning
+from prove.judge.wording import NUMBER, phrase
 from prove.rank_record import RankRecord
 
 STATISTIC = re.compile(
@@ -121,7 +120,7 @@ def need_control(replay: Replay) -> bool:
 
 def printed_rows(replay: Replay, control: list[RankRecord] | None = None) -> list[ReportRow]:
     """control: the records of the same ranks, run again with what they got."""
-    check, of_one = Check.PRINTED_NUMBERS, printed_numbers(replay.replayed)
+    check, of_one = ProofRow.PRINTED_NUMBERS, printed_numbers(replay.replayed)
     numbers = {
         place: number for place, number in printed_numbers(replay.observed).items()
         if place in of_one and (number.is_statistic or control)

@@ -1,7 +1,7 @@
 """Why does a row say what it says? Each reason has the words for its evidence, and one cure.
 
-A judge finds a reason and its facts; only in run_reasons.py and replay_reasons.py are the sentences
-that they become. Braces name the facts, and say how wording.py writes them.
+A judge finds a reason and its facts. The sentences that they become stand with each check; those of
+the proof stand in replay_reasons.py. Braces name the facts, and say how wording.py writes them.
 """
 
 from enum import Enum
@@ -26,37 +26,14 @@ class Heading:
 class Phrase:
     """Parts of a sentence that have facts of their own: see wording.phrase."""
 
-    LINE = '"{text}" ({at})'
-    CALLS = "rank {rank} calls {name} at {at}"
-    DIFFERENT_CALLS = "{calls:; }"
-    NOT_REACHED = "rank {rank} calls {name} at {at}, which rank {others} does not reach"
-    UNEQUAL_STEPS = "the ranks have made {steps!s} steps"
-    NAMES = " ({names})"
     NOTHING = ""
     DRAWN_BETWEEN = "numbers that a generator of its own draws at {places}"
     READ_BETWEEN = "a pass over the training data without gradients, cut short ({at})"
     FIRST_OUTPUT = "; the first output that differs is that of {layer}"
     OTHER_LAYER = "; rank {rank} calls {layer} where one rank calls {other}"
     AFTER_THE_MODEL = "; its layers give the same on one rank, so look at what comes after them"
-    LOST_CONNECTION = "rank {rank} loses its connection at {at}"
-    GETS_ANOTHER_MESSAGE = "rank {rank} gets the message of another collective at {at}"
-    ENDED_IN_CALL = "the process of rank {rank} ended in {name} at {at}"
-    HAS_ENDED = "rank {rank} has ended after {steps} steps"
-    WAITS_IN_CALL = "rank {rank} waits in {name} at {at}"
-    WAITS_IN_BACKWARD = "rank {rank} waits in backward at {at}"
-    WAITS_IN_FORWARD = "rank {rank} waits in DDP's forward at {at}"
-    WAITS_FOR_DATA = "rank {rank} waits for data, or for an import, at {at}"
-    WAITS_IN_ITS_CODE = "rank {rank} waits in its own code at {at}"
-    STREAM = "an IterableDataset"
-    OTHER_DATA_SET = "another data set on each rank"
-    TOO_LONG = "{sampler} is too long to list"
-    BEFORE_FIRST_STEP = "before the first step"
-    AFTER_STEP = "after step {step}"
     AFTER_EPOCH = "after epoch {epoch}"
     AT_STEP = "at step {step} ({at})"
-    IN_PASS = "{at} in pass {number} over it"
-    AT_EVALUATION = "evaluation"
-    AT_THE_END = "the end"
     ALLOW_FLOAT32 = "if a part of the step computes in float32, --float32 allows for that"
     COMPUTE_IN_FLOAT64 = "let all parts of the step compute in float64 while you prove it"
     TRY_FLOAT32 = "try --float32"

@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 
 from prove.comparable import NotComparableError, comparable
-from prove.judge.effects import error_of
-from prove.processes import RunOutcome
+from prove.judge.ends import error_of
 from prove.rank_record import (
+    Draw,
+    DrawKey,
     Ended,
     Finding,
     Mode,
+    OneDraw,
     OptimizerStep,
     RankRecord,
+    RunOutcome,
     gradients_file,
     tensors_file,
 )
@@ -73,8 +76,8 @@ class Replay:
         of_ranks, of_one = (gradients_file(folder, name, 0) for name in names)
         self.gradients_of_ranks = load_gradients(of_ranks)
         self.gradients_of_one: dict = {}
-        self.coins: dict = {}  # draws.Draw by key: what the ranks have decided differently
-        self.rows: dict = {}  # draws.OneDraw by key: what each sample had for itself
+        self.coins: dict[DrawKey, Draw] = {}  # what the ranks have decided differently
+        self.rows: dict[DrawKey, OneDraw] = {}  # what each sample had for itself
         if self.stepped:
             self.gradients_of_one = load_gradients(of_one)
             tensors = torch.load(tensors_file(folder, names[1], 0), weights_only=False)

@@ -4,11 +4,11 @@ import re
 from typing import Any, NamedTuple
 
 from prove.judge.compare_steps import Comparison, Outcome, any_differs, distance, gradients_apart
-from prove.judge.model import differing_statistic
 from prove.judge.reasons import Phrase, Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.table import Check, ReportRow, right, warning
+from prove.judge.steps import differing_statistic
+from prove.judge.table import ProofRow, ReportRow, right, warning
 from prove.judge.wording import phrase
 from prove.rank_record import DataFinding, Finding, RankRecord, ScriptError
 
@@ -158,7 +158,7 @@ def missing_before_a_later_epoch(replay: Replay) -> dict[str, Any] | None:
 
 def draws_not_given(replay: Replay, rows: list[ReportRow]) -> Comparison | None:
     """Without a loader, the original gets no draws of the ranks: nobody knows when they are due."""
-    of_draws = (Check.RANDOM_DECISIONS, Check.RANDOM_NUMBERS)
+    of_draws = (ProofRow.RANDOM_DECISIONS, ProofRow.RANDOM_NUMBERS)
     places = [at for row in rows if row.check in of_draws for at in row.facts["places"]]
     if not places or any(each.steps for each in replay.observed.loader_passes):
         return None
@@ -172,16 +172,16 @@ def draw_rows(replay: Replay) -> list[ReportRow]:
     of_dropout = replay.observed.dropout  # it has a row of its own
     by_sample = [at for at in replay.places_of_draws(Finding.BY_SAMPLE) if at not in same]
     if places := [at for at in same if at not in of_dropout]:
-        rows.append(warning(Check.RANDOM_NUMBERS, ReplayReason.SAME_NOISE, places=places))
+        rows.append(warning(ProofRow.RANDOM_NUMBERS, ReplayReason.SAME_NOISE, places=places))
     elif places := by_sample:
-        rows.append(right(Check.RANDOM_NUMBERS, ReplayReason.NOISE_BY_SAMPLE, places=places))
+        rows.append(right(ProofRow.RANDOM_NUMBERS, ReplayReason.NOISE_BY_SAMPLE, places=places))
     return rows
 
 
 def decision_rows(replay: Replay) -> list[ReportRow]:
     """What each rank draws once for its whole batch: a share, as mixup's, or where to branch? Only
     the name of the distribution can tell."""
-    check, places = Check.RANDOM_DECISIONS, replay.places_of_draws(Finding.COIN)
+    check, places = ProofRow.RANDOM_DECISIONS, replay.places_of_draws(Finding.COIN)
     names: dict[str, set[str]] = {}
     for key in replay.coins:
         names.setdefault(key.at, set()).add(key.name)
@@ -206,11 +206,13 @@ def batchnorm_rows(replay: Replay, whole_batch_replay: Replay | None) -> list[Re
         return []
     facts = {"layers": next(iter(replay.observed.batchnorm)), "values": values}
     if whole_batch_replay is None or not whole_batch_replay.stepped:
-        return [right(Check.BATCHNORM, ReplayReason.BATCHNORM_OF_EACH_RANK, **facts)]
+        return [right(ProofRow.BATCHNORM, ReplayReason.BATCHNORM_OF_EACH_RANK, **facts)]
     gradients = whole_batch_replay.gradients(0)
     apart = sum(float((pair.of_ranks - pair.of_one).norm()) ** 2 for pair in gradients) ** 0.5
     length = sum(float(pair.of_one.norm()) ** 2 for pair in gradients) ** 0.5 or 1.0
-    return [warning(Check.BATCHNORM, ReplayReason.BATCHNORM_OF_FEW, apart=apart / length, **facts)]
+    return [
+        warning(ProofRow.BATCHNORM, ReplayReason.BATCHNORM_OF_FEW, apart=apart / length, **facts)
+    ]
 
 
 def smallest_batchnorm(record: RankRecord) -> int:

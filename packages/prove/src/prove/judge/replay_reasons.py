@@ -9,6 +9,8 @@ GLOBAL_DIVISOR += "mixes the samples of a batch (attention over the batch)"
 FAILS = "one rank, with the samples of all ranks in its batches, cannot run it: {kind} at {at}: "
 FAILS += "{message}"
 ALONE = "--alone 'COMMAND' says how one rank is started, with the batch size of all for example"
+LENGTHS = "{samples} samples in {batches} batches on {world_size} ranks together, "
+LENGTHS += "{samples_of_original} in {batches_of_original} in the original ({at})"
 
 
 @unique
@@ -425,3 +427,22 @@ class ReplayReason(Reason):
         "SyncBatchNorm; meant so if the local batch on the real machine is larger",
         Heading.LOSS,
     )
+
+    # original_epoch
+    ORIGINAL_WITHOUT_LENGTH = (
+        "the loader at {at} does not say how many samples it has",
+        "__len__ of its data set would; else compare the samples of an epoch by hand",
+    )
+    ORIGINAL_HAS_MORE_SAMPLES = (
+        LENGTHS,
+        "drop_last in the sampler and in the loader only if the original has it; keep a sampler of "
+        "its own, and deal out what that draws",
+        Heading.LOSS,
+    )
+    ORIGINAL_HAS_OTHER_BATCHES = (
+        LENGTHS,
+        "the original's batch size / world_size on each rank, and its drop_last; meant so only if "
+        "the learning rate was chosen for this global batch",
+        Heading.RATE,
+    )
+    ORIGINAL_HAS_THE_SAME_EPOCH = LENGTHS

@@ -1,66 +1,34 @@
 """What does the reader see? A table of rows: verdict, check, evidence, the cure with its link.
 
 A row is a value: its verdict, its reason, and the facts with their numbers. Its words are made from
-these at the end: run_reasons.py and replay_reasons.py have the sentences, and wording.py puts the
-facts into them.
+these at the end: each check and replay_reasons.py have the sentences, and wording.py puts the facts
+into them.
 """
 
 import os
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from prove.judge.reasons import Reason
-from prove.judge.replay_reasons import ReplayReason
-from prove.judge.run_reasons import RunReason
 from prove.judge.wording import Facts, in_words, join_names
 from prove.rank_record import StrEnum
 
 RIGHT, WRONG, WARNING, NOT_SEEN = "right", "WRONG", "warning", "not seen"
 ORDER = (WRONG, WARNING, RIGHT, NOT_SEEN)
 WIDTH, INDENT = 100, " " * 10
-
-REASONS: dict[str, Reason] = {
-    reason.name: reason for kind in (RunReason, ReplayReason) for reason in kind
-}
 PAGE = Path(__file__).resolve().parents[1] / "cures.md"  # an installation brings it along
 
 
-class Check(StrEnum):
-    """The checks, by the names that the table prints."""
+class ProofRow(StrEnum):
+    """The rows that need more than the run of all ranks, by the names that the table prints."""
 
     ONE_RANK = "one rank"  # this and the next are the proof
     ORIGINAL = "the original"
     RANKS = "ranks"
-    HANG = "hang"
-    COLLECTIVES = "collectives"
-    UNUSED_PARAMETERS = "unused parameters"
-    FILES = "files"
-    PRINTING = "printing"
-    SAMPLES = "samples"
-    ONE_DATA_SET = "one data set"
-    WORKERS = "workers"
-    BATCHES_PER_EPOCH = "batches per epoch"
-    ORDER = "order of an epoch"
-    DROPOUT = "dropout"
-    AUGMENTATION = "augmentation"
     EPOCH_OF_ORIGINAL = "the original's epoch"
-    EVALUATION = "evaluation"
-    WEIGHTS = "weights"
-    AVERAGED_GRADIENTS = "averaged gradients"
-    ZERO_GRAD = "zero_grad"
-    FORWARD = "forward through DDP"
-    OPTIMIZER = "optimizer"
-    ACCUMULATION = "accumulation"
-    ZERO_GRADIENTS = "zero gradients"
-    FINITE_GRADIENTS = "finite gradients"
-    CLIPPING = "clipping"
-    LEARNING_RATE = "learning rate by rank"
-    LOSS_SCALE = "loss scale"
-    BUFFERS = "buffers"
-    EVALUATED_MODEL = "evaluated model"
-    BATCH_STATISTICS = "batch statistics"
     RANDOM_DECISIONS = "random decisions"
     RANDOM_NUMBERS = "random numbers"
     BATCHNORM = "batchnorm"
@@ -68,16 +36,12 @@ class Check(StrEnum):
     PRINTED_NUMBERS = "printed numbers"
 
 
-class NotObservedError(Exception):
-    """The script fails only while prove watches it: a mistake of prove's."""
-
-
 @dataclass(frozen=True)
 class ReportRow:
     """One verdict of the four, about one check. facts: what its reason's templates name."""
 
     verdict: str
-    check: Check
+    check: str  # its name
     reason: Reason
     facts: Facts = field(default_factory=dict)
     also: tuple[Facts, ...] = ()  # the same reason at other places, which the same cure mends
@@ -101,24 +65,25 @@ class ReportRow:
         return own | words | {"facts": dict(self.facts), "also": [*map(dict, self.also)]}
 
     @classmethod
-    def from_json(cls, row: dict[str, Any]) -> "ReportRow":
-        reason, also = REASONS[row["reason"]], tuple(row["also"])
-        return cls(row["verdict"], Check(row["check"]), reason, row["facts"], also)
+    def from_json(cls, row: dict[str, Any], sentences: dict[str, Reason]) -> "ReportRow":
+        """sentences: all that prove can say, by their names."""
+        reason, also = sentences[row["reason"]], tuple(row["also"])
+        return cls(row["verdict"], row["check"], reason, row["facts"], also)
 
 
-def right(check: Check, reason: Reason, **facts: Any) -> ReportRow:
+def right(check: str, reason: Reason, **facts: Any) -> ReportRow:
     return ReportRow(RIGHT, check, reason, facts)
 
 
-def wrong(check: Check, reason: Reason, **facts: Any) -> ReportRow:
+def wrong(check: str, reason: Reason, **facts: Any) -> ReportRow:
     return ReportRow(WRONG, check, reason, facts)
 
 
-def warning(check: Check, reason: Reason, **facts: Any) -> ReportRow:
+def warning(check: str, reason: Reason, **facts: Any) -> ReportRow:
     return ReportRow(WARNING, check, reason, facts)
 
 
-def not_seen(check: Check, reason: Reason, **facts: Any) -> ReportRow:
+def not_seen(check: str, reason: Reason, **facts: Any) -> ReportRow:
     return ReportRow(NOT_SEEN, check, reason, facts)
 
 
@@ -148,7 +113,7 @@ def format_table(rows: list[ReportRow]) -> str:
     return "\n".join(lines)
 
 
-def unproven_checks(rows: list[ReportRow], checks: list[Check]) -> list[Check]:
+def unproven_checks(rows: list[ReportRow], checks: Sequence[str]) -> list[str]:
     """Those of the comparisons that are the proof which could not be made, or whose difference may
     be meant so."""
     decided = {row.check for row in rows if row.verdict in (RIGHT, WRONG)}

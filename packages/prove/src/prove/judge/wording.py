@@ -6,10 +6,12 @@
 {values:each .4g}   a list of numbers, each with four digits
 """
 
+import re
 from collections.abc import Mapping
 from string import Formatter
 from typing import Any
 
+NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")  # in what a script prints
 MOST_NAMES = 3  # of parameters or places in one row
 
 Facts = Mapping[str, Any]  # numbers, texts, lists of them, and parts: also what JSON can hold

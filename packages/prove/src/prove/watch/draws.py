@@ -10,13 +10,13 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from prove import random_state
-from prove.rank_record import Finding, Mode, ReplayVariant
+from prove.rank_record import Draw, DrawKey, Finding, Mode, OneDraw, ReplayVariant
 from prove.watch.rank_run import RankRun, where
 from prove.watch.samples import CannotMergeError, are_equal, interleave, order_of_rows
 
@@ -29,25 +29,6 @@ DRAWS_OF_PLACES = (
     "randperm", "randint", "random", "numpy.permutation", "numpy.randint", "numpy.integers",
     "numpy.choice",
 )  # fmt: skip
-
-
-class DrawKey(NamedTuple):
-    batch: tuple[int, int]  # the pass over a loader and the number of the batch
-    at: str
-    name: str
-    number: int  # of this call, at this place and in this batch
-
-
-class Draw(NamedTuple):
-    value: Any
-    arguments: list  # the numbers with which it was called
-
-
-class OneDraw(NamedTuple):
-    """All samples of a batch get one and the same draw, so that their order cannot matter."""
-
-    dim: int  # of the samples
-    row: Tensor
 
 
 def is_draw(function: Any) -> bool:

@@ -1,7 +1,6 @@
 """What can be seen of a rank from outside? Collectives, files and printed lines are watched."""
 
 import builtins
-import filecmp
 import io
 import logging
 import os
@@ -26,9 +25,7 @@ from prove.rank_record import (
     MOST_COLLECTIVES,
     Collective,
     Ended,
-    Mode,
     Note,
-    OpenedFile,
     PrintedText,
     calls_file,
 )
@@ -214,56 +211,26 @@ class WatchedText(io.TextIOWrapper):
         return super().write(text)
 
 
-class Checksum(io.RawIOBase):
-    """A file that keeps nothing but the checksum of its bytes."""
-
-    number = 0
-
-    def write(self, part: Any) -> int:
-        self.number = zlib.crc32(part, self.number)
-        return len(part)
-
-
 class FileWatcher:
     """An audit hook, which Python calls before it opens, renames or removes a file."""
 
     def __init__(self, run: RankRun) -> None:
         self.run, self.folder = run, Path(run.settings.folder)
         self.inside = threading.local()  # the thread that writes the record opens files, too
-        self.texts: set[str] = set()  # whose every write is noted
-        run.at_end.append(self.keep_changed_files)
-
-    def keep_changed_files(self) -> None:
-        """np.memmap opens with r+ what it only reads, and a logger what it may never write to."""
-
-        def is_changed(opened: OpenedFile) -> bool:
-            path, written = opened.path, self.run.record.written
-            if "w" in opened.mode or "x" in opened.mode or path in written:
-                return True
-            copy = copy_of(path, self.folder)
-            both = copy.exists() and os.path.isfile(path)
-            return path not in self.texts and not (both and filecmp.cmp(path, copy, shallow=False))
-
-        record = self.run.record
-        record.opened_files = [opened for opened in record.opened_files if is_changed(opened)]
 
     def watch_text(self, text: io.TextIOWrapper, newline: str | None) -> io.TextIOWrapper:
         """The same open file, which notes what is written to it."""
-        path, mode, written = (
-            os.path.realpath(os.fsdecode(text.name)),
-            text.mode,
-            self.run.record.written,
-        )
+        path, mode = os.path.realpath(os.fsdecode(text.name)), text.mode
         encoding, errors, buffering = text.encoding, text.errors, text.line_buffering
         watched = WatchedText(text.detach(), encoding, errors, newline, buffering)
         watched.mode = mode  # type: ignore[misc]
-        self.texts.add(path)
 
         def note(part: str) -> None:
-            if part and not self.run.written:
-                written[path] = zlib.crc32(part.encode(errors="replace"), written.get(path, 0))
+            for tell in self.run.events.texts:
+                tell(path, part)
 
         watched.note = note
+        note("")
         return watched
 
     def is_ignored(self, path: str) -> bool:
@@ -278,10 +245,8 @@ class FileWatcher:
         if self.is_ignored(path):
             return
         keep_copy(path, self.folder)
-        record = self.run.record
-        is_lock = path.endswith(".lock")  # which all ranks may open
-        if mode is not None and not is_lock and len(record.opened_files) < MOST_CALLS:
-            record.opened_files.append(OpenedFile(path, mode, where(), record.steps))
+        for tell in self.run.events.file_changes:
+            tell(path, mode)
 
     def note_new_folder(self, file: Any) -> None:
         path = os.path.realpath(os.fsdecode(file))
@@ -327,11 +292,8 @@ def watch_files(run: RankRun) -> FileWatcher:
     def save(original: Callable, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(f, str | os.PathLike):  # written in C++, which no audit hook sees
             watcher.note_change(f, "w")
-            path, written = os.path.realpath(f), run.record.written
-            if path not in written and run.settings.mode == Mode.OBSERVE:
-                checksum = Checksum()
-                original(obj, checksum, *args, **kwargs)
-                written[path] = checksum.number
+            for tell in run.events.saves:
+                tell(os.path.realpath(f), lambda file: original(obj, file, *args, **kwargs))
         original(obj, f, *args, **kwargs)
 
     # Ranks that meet in a file, which stays: the next run would find the addresses of this one.

@@ -15,6 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from prove import random_state
 from prove.rank_record import (
+    Draw,
+    DrawKey,
     Mode,
     RankRecord,
     ReplayVariant,
@@ -22,7 +24,7 @@ from prove.rank_record import (
     read_records,
     tensors_file,
 )
-from prove.watch.draws import Draw, DrawKey, Draws
+from prove.watch.draws import Draws
 from prove.watch.model_tensors import parameters_of, tensors_of
 from prove.watch.rank_run import RankRun, where, wrap
 from prove.watch.samples import (

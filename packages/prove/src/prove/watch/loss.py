@@ -51,19 +51,25 @@ def watch_scaling(run: RankRun) -> None:
             watch_clipping(name)
 
 
-def watch_losses(run: RankRun) -> None:
+class LastLoss:
+    """The place of the last call of a loss function of torch, until a backward has asked."""
+
+    at = ""
+
+
+def watch_losses(run: RankRun, last: LastLoss) -> None:
     def watch(name: str) -> None:
         @wrap(nn.functional, name)
         def loss(original: Callable, *args: Any, **kwargs: Any) -> Any:
             if run.record.steps == 0:
-                run.loss_at = where()
+                last.at = where()
             return original(*args, **kwargs)
 
     for name in LOSSES:
         watch(name)
 
 
-def watch_backward(run: RankRun, model: ModelWatcher) -> None:
+def watch_backward(run: RankRun, model: ModelWatcher, last: LastLoss) -> None:
     inside = False
 
     @wrap(Tensor, "backward")
@@ -72,10 +78,13 @@ def watch_backward(run: RankRun, model: ModelWatcher) -> None:
         if inside:  # --cpu: a mode of torch calls it once more
             return original(self, *args, **kwargs)
         model.backwards += 1
+        with model.draws.paused():
+            for tell in run.events.backwards:
+                tell(self)
         adds_up = run.record.steps == 0 and model.holds_gradients()  # later, nobody asks
         if len(run.record.backwards) < MOST_CALLS:
-            call = Backward(where(), run.record.steps, is_scaled(self), run.loss_at, adds_up)
-            run.loss_at = ""
+            call = Backward(where(), run.record.steps, is_scaled(self), last.at, adds_up)
+            last.at = ""
             run.record.backwards.append(call)
         inside = True
         try:
@@ -98,6 +107,7 @@ def is_scaled(loss: Tensor) -> bool:
 
 
 def install(run: RankRun, model: ModelWatcher) -> None:
+    last = LastLoss()
     watch_scaling(run)
-    watch_losses(run)
-    watch_backward(run, model)
+    watch_losses(run, last)
+    watch_backward(run, model, last)

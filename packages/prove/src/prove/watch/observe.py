@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from prove import random_state
+from prove.checks import CHECKS
 from prove.rank_record import Ended, Mode, Settings, read_records
 from prove.watch import (
     data,
@@ -60,6 +61,9 @@ def install() -> RankRun:
         data.install(run, model_watcher)
         schedule.install(run)
         effects.install(run)
+        for check in CHECKS:
+            if check.watch:
+                check.watch(run)
         if settings.watches_operations:
             steps = model_watcher.steps
             operations.install(draws, steps.by_hand, steps.begin_step_by_hand)

@@ -38,7 +38,8 @@ from prove.rank_record import (
 )
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-OWN_FOLDERS = (HERE, os.path.dirname(HERE))  # of our code that runs beside the script
+PACKAGE = os.path.dirname(HERE)
+OWN_FOLDERS = (HERE, PACKAGE, os.path.join(PACKAGE, "checks"))  # they run beside the script
 PATHS = sysconfig.get_paths()
 LIBRARIES = tuple({PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 LOADING_FILES = {  # we read samples, too
@@ -107,19 +108,33 @@ def where(frame: FrameType | None = None, outside: str = "") -> str:
     return "?"
 
 
+class Events:
+    """What a check may hear of: each list holds the functions that are then called."""
+
+    def __init__(self) -> None:
+        # A backward begins: its loss.
+        self.backwards: list[Callable[[torch.Tensor], None]] = []
+        # A file is opened for writing, renamed or removed: its path, and its mode as for open(),
+        # which is None if it is not opened.
+        self.file_changes: list[Callable[[str, str | None], None]] = []
+        # A text file is opened, or written to: its path, and the text.
+        self.texts: list[Callable[[str, str], None]] = []
+        # torch.save: the path, and what writes the same to another file.
+        self.saves: list[Callable[[str, Callable[[Any], None]], None]] = []
+
+
 class RankRun:
     """The run of one rank, for all that watches it."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.replaying = settings.mode != Mode.OBSERVE
-        self.record = RankRecord()
+        self.record, self.events = RankRecord(), Events()
         self.tensors: dict[str, Any] = {"batches": []}  # of each training pass of the first epoch
         self.gradients: dict[int, list] = {}  # of each optimizer's first step
         self.exchanges = 0  # calls that reach other ranks
         self.joined = self.written = False
         self.in_second_epoch = False
-        self.loss_at = ""  # the last call of a loss function of torch
         self.running_modules: list[torch.nn.Module] = []  # in forward, the innermost last
         self.current_loader_pass: LoaderPass | None = (
             None  # over the loader that gave the last batch

@@ -1,0 +1,436 @@
+"""Mistakes of the training as a whole, and what looks like a mistake and is none: each is planted
+alone in one of the five scripts beside this file, which are right.
+
+A mistake of which one check speaks stands with this check, as PLANTED; here are also those that
+spoil a right variant of own_step.py.
+"""
+
+from dataclasses import replace
+
+from prove.checks.mistake import AVERAGE, LOSS, NO_DDP, STEP, Mistake
+
+RIGHT, WRONG, WARNING = "right", "WRONG", "warning"
+
+
+def plain(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
+    return Mistake(name, "plain", verdict, check, changes)
+
+
+def accumulate(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
+    return Mistake(name, "accumulate", verdict, check, changes)
+
+
+def amp(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
+    return Mistake(name, "amp", verdict, check, changes)
+
+
+def iterable(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
+    return Mistake(name, "iterable", verdict, check, changes)
+
+
+def own_step(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
+    return Mistake(name, "own_step", verdict, check, changes)
+
+
+ONE_GPU = (  # plain.py becomes the script that it was made from
+    ('    dist.init_process_group("gloo")\n', ""),
+    ("dist.get_rank(), dist.get_world_size()", "0, 1"),
+    ("DDP(build_model())", "build_model()"),
+    ("    sampler = DistributedSampler(train_set, seed=0)\n", ""),
+    ("sampler=sampler", "shuffle=True"),
+    ("        sampler.set_epoch(epoch)\n", ""),
+    ("        dist.all_reduce(total)\n", ""),
+    ("    dist.all_reduce(totals)\n", ""),
+    ("evaluate(ddp.module,", "evaluate(ddp,"),
+    ("ddp.module.state_dict()", "ddp.state_dict()"),
+    ("    dist.destroy_process_group()\n", ""),
+)
+
+
+def converted(mistake: Mistake, *changes: tuple[str, str]) -> Mistake:
+    """The script is compared with one for one GPU; the changes are made in both."""
+    all_changes = (*mistake.changes, *changes)
+    return replace(mistake, changes=all_changes, original=(*ONE_GPU, *changes))
+
+
+SUM = "            for p in ddp.parameters():\n                dist.all_reduce(p.grad)\n"
+SAMPLER = "sampler = DistributedSampler(train_set, seed=0)"
+LOADER = "batch_size=12 // world_size, sampler=sampler)"
+NOISE = "torch.randn(6)"
+EVALUATION_LOADER = "DataLoader(shard, batch_size=8)"
+STOPS_EARLY = (
+    "        totals[2] += len(labels)\n",
+    "        totals[2] += len(labels)\n        if totals[2] == 8:\n            break\n",
+)
+NO_GRAD = "@torch.no_grad()\n"
+LAYERS = "nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, CLASSES)"
+ATTENTION = "nn.Unflatten(1, (2, 3)), nn.TransformerEncoderLayer(3, 1, 8), nn.Flatten(), "
+ATTENTION += "nn.Linear(6, CLASSES)"
+SGD = "torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)"
+ADAM = (SGD, "torch.optim.Adam(ddp.parameters(), lr=0.01, weight_decay=0.03)")
+SHRINK = "            for p in ddp.parameters():\n                p.data *= 0.9 ** world_size\n"
+A_REST = ("SAMPLES, TEST_SAMPLES, CLASSES = 96", "SAMPLES, TEST_SAMPLES, CLASSES = 100")
+
+IN_STEP = "                average(p.grad)\n"
+NO_AVERAGE = (IN_STEP, "")
+PARAMS, OWN = "    params = list(model.parameters())\n", "AveragingSGD(params, lr=0.1)"
+OWN_LOOP = (
+    "            model.zero_grad()\n            loss.backward()\n            optimizer.step()\n"
+)
+OF_PARAMS = "            for p in params:\n                average(p.grad)\n"
+MASTERS = (  # float32 copies in one vector, of which the parameters are views
+    (
+        PARAMS,
+        PARAMS + "    flat = torch.cat([p.detach().flatten() for p in params]).requires_grad_()\n"
+        "    parts = flat.data.split([p.numel() for p in params])\n"
+        "    for p, part in zip(params, parts):\n        p.data = part.view_as(p)\n",
+    ),
+    (OWN, "torch.optim.AdamW([flat], lr=0.01)"),
+    (
+        OWN_LOOP,
+        OWN_LOOP.replace(
+            "            optimizer",
+            "            flat.grad = torch.cat([p.grad.flatten() for p in params])\n"
+            "            average(flat.grad)\n            optimizer",
+        ),
+    ),
+)
+FUNCTIONAL = (  # the weights are tensors in a dict, and no parameters of the module
+    (OWN, "None"),
+    (
+        "    for epoch in",
+        "    held = {name: p.detach().clone() for name, p in model.named_parameters()}\n"
+        "    def loss_of(held, x, labels):\n"
+        "        return F.cross_entropy(torch.func.functional_call(model, held, (x,)), labels)\n    for epoch in",
+    ),
+    (
+        "            loss = F.cross_entropy(model(x), labels)\n" + OWN_LOOP,
+        "            grads = torch.func.grad(loss_of)(held, x, labels)\n            for grad in grads.values():\n"
+        "                average(grad)\n            held = {name: p - 0.1 * grads[name] for name, p in held.items()}\n",
+    ),
+)
+FUSED = (  # each parameter steps in backward, as soon as its gradient is there
+    (
+        OWN,
+        "None\n    own = {p: torch.optim.SGD([p], lr=0.1) for p in params}\n    def step_now(p):\n"
+        "        average(p.grad)\n        own[p].step()\n        p.grad = None\n"
+        "    for p in params:\n        p.register_post_accumulate_grad_hook(step_now)",
+    ),
+    (OWN_LOOP, "            loss.backward()\n"),
+)
+COMPLEX = (
+    (
+        "def build_model",
+        "class Waves(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.w = nn.Parameter(0.3 * torch.randn(6, 3, dtype=torch.cfloat))\n"
+        "    def forward(self, x):\n        return (x.to(self.w.dtype) @ self.w).abs()\n\n\ndef build_model",
+    ),
+    ("    model = build_model()", "    model = Waves()"),
+)
+SPARSE = (
+    (
+        "def build_model",
+        "class Words(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.table, self.out = nn.Embedding(20, 5, sparse=True), nn.Linear(5, 3)\n"
+        "    def forward(self, x):\n        return self.out(self.table((7 * x[:, 0].abs()).long().clamp(max=19)))\n\n\ndef build_model",
+    ),
+    ("    model = build_model()", "    model = nn.parallel.DistributedDataParallel(Words())"),
+    (OWN, "torch.optim.SGD(params, lr=0.1)"),
+)
+
+MISTAKES = [
+    # Samples.
+    plain("no sampler, no shuffling", WRONG, "samples",
+          (LOADER, "batch_size=12 // world_size)")),
+    plain("shuffled alike on all ranks, no sampler", WRONG, "samples",
+          (LOADER, "batch_size=6, shuffle=True, generator=torch.Generator().manual_seed(0))")),
+    plain("shuffled by each rank, no sampler", WARNING, "samples",
+          (LOADER, "batch_size=12 // world_size, shuffle=True)")),
+    plain("the sampler of rank 0 on all ranks", WRONG, "samples",
+          (SAMPLER, "sampler = DistributedSampler(train_set, world_size, 0, seed=0)")),
+    plain("the sampler's seed differs by rank", WRONG, "samples",
+          (SAMPLER, "sampler = DistributedSampler(train_set, seed=rank)")),
+    plain("the sampler divides by too many ranks", WARNING, "samples",
+          (SAMPLER, "sampler = DistributedSampler(train_set, 2 * world_size, rank, seed=0)")),
+    plain("no set_epoch", WRONG, "order of an epoch",
+          ("        sampler.set_epoch(epoch)\n", "")),
+    plain("an order of its own, the same in each epoch", WARNING, "order of an epoch",
+          (SAMPLER, "order = torch.randperm(96, generator=torch.Generator().manual_seed(3))"
+                    ".tolist()\n    sampler = Subset(order, range(rank, 96, world_size))"),
+          ("        sampler.set_epoch(epoch)\n", "")),
+    plain("unequal numbers of batches", WRONG, "batches per epoch",
+          (SAMPLER, "sampler = range(0, 60) if rank == 0 else range(60, 96)"),
+          ("        sampler.set_epoch(epoch)\n", "")),
+    plain("local batches of unequal size", WARNING, "batches per epoch",
+          (LOADER, "batch_size=8 if rank == 0 else 4, sampler=sampler)"),
+          (SAMPLER, "sampler = range(0, 64) if rank == 0 else range(64, 96)"),
+          ("        sampler.set_epoch(epoch)\n", "")),
+    plain("each rank makes other data", WARNING, "one data set",
+          ("manual_seed(size)", "manual_seed(size + dist.get_rank())")),
+    amp("random_split differs by rank", WRONG, "samples",
+        ("torch.Generator().manual_seed(1)", "torch.Generator().manual_seed(rank)")),
+    iterable("an IterableDataset is not split by rank", WRONG, "samples",
+             ("part = self.rank * parts + (worker.id if worker else 0)",
+              "part = worker.id if worker else 0"),
+             ("None, self.world_size * parts)", "None, parts)")),
+    iterable("an IterableDataset is not split by worker", WRONG, "workers",
+             ("WORKERS = 96, 0", "WORKERS = 96, 2"),
+             ("parts = worker.num_workers if worker else 1", "parts = 1"),
+             (" + (worker.id if worker else 0)", "")),
+    iterable("an IterableDataset ends earlier on one rank", WRONG, "batches per epoch",
+             ("islice(points, part, None,", "islice(points, part, SAMPLES - 60 * self.rank,")),
+    iterable("a stream in the same order in each epoch", WARNING, "order of an epoch",
+             ("        dataset.epoch = epoch\n", "")),
+    converted(plain("drop_last, which the original has not", WARNING, "the original's epoch",
+                    (LOADER, LOADER[:-1] + ", drop_last=True)")), A_REST),
+    converted(plain("each rank keeps the original's batch size", WARNING, "the original's epoch",
+                    (LOADER, "batch_size=12, sampler=sampler)"))),
+    # Weights and gradients.
+    plain("gradients are summed by hand", WRONG, "one rank", *NO_DDP, (STEP, SUM + STEP)),
+    plain("gradients are divided once more after DDP", WRONG, "one rank",
+          (STEP, "            for p in ddp.parameters():\n                p.grad /= world_size\n" + STEP)),
+    plain("gradients are summed once more after DDP", WRONG, "one rank", (STEP, SUM + STEP)),
+    plain("after each step of Adam, weights shrink once per rank", WRONG, "one rank",
+          ADAM, (STEP, STEP + SHRINK)),
+    # The loss.
+    plain("a sum as the loss", WRONG, "one rank",
+          (LOSS, "F.cross_entropy(ddp(points), labels, reduction='sum')")),
+    plain("the loss is divided by the number of ranks", WRONG, "one rank",
+          (LOSS, LOSS + " / world_size")),
+    plain("class weights: a local normalizer", WRONG, "one rank",
+          (LOSS, "F.cross_entropy(ddp(points), labels, weight=torch.tensor([1.0, 3.0, 9.0]))")),
+    plain("a mean over the chosen samples of a rank", WRONG, "one rank",
+          (LOSS, "F.cross_entropy(ddp(points), labels, reduction='none')[points[:, 0] > 0].mean()")),
+    plain("class weights, and random numbers without an effect", WRONG, "one rank",
+          (LOSS, "F.cross_entropy(ddp(points), labels + 0 * torch.randint(9, (1,)), weight=torch.tensor([1.0, 3.0, 9.0]))")),
+    plain("attention that takes the batch for the sequence", WRONG, "one rank",
+          (LAYERS, ATTENTION)),
+    accumulate("divided by the words of one rank", WRONG, "one rank",
+               ("            dist.all_reduce(words)  # the words of all ranks: what the loss is divided by\n", ""),
+               ("loss * world_size / words", "loss / words")),
+    accumulate("divided by the words, but not multiplied by the ranks", WRONG, "one rank",
+               ("loss * world_size / words", "loss / words")),
+    accumulate("each rank clips its own gradient", WRONG, "one rank",
+               ("    ddp = DDP(model)\n", "    ddp = model\n"),
+               ("nullcontext() if last else ddp.no_sync()", "nullcontext()"),
+               ("clip_grad_norm_(ddp.parameters(), 0.5)\n",
+                "clip_grad_norm_(ddp.parameters(), 0.1)\n" + AVERAGE)),
+    iterable("a contrastive loss over the local batch", WRONG, "one rank",
+             ("map(all_rows, ddp(pairs))", "ddp(pairs)"), ("(loss * world_size)", "loss")),
+    iterable("rows of all ranks, but not multiplied by the ranks", WRONG, "one rank",
+             ("(loss * world_size)", "loss")),
+    # Learning rates.
+    plain("the scheduler is stepped once per rank", WARNING, "schedule",
+          ("        scheduler.step()\n", "        for _ in range(world_size):\n            scheduler.step()\n")),
+    plain("the learning rate depends on the number of ranks", WARNING, "schedule",
+          ("lr=0.1", "lr=0.1 * world_size")),
+    accumulate("the warm-up depends on the number of ranks", WARNING, "schedule",
+               ("total_iters=4", "total_iters=4 * world_size")),
+    # Collectives and files.
+    plain("a barrier that only rank 0 reaches", WRONG, "hang",
+          ("        if rank == 0:\n", "        if rank == 0:\n            dist.barrier()\n")),
+    plain("collectives in another order", WRONG, "hang",
+          ("        dist.all_reduce(total)\n",
+           "        if rank == 0:\n            dist.broadcast(total, 0)\n        dist.all_reduce(total)\n"
+           "        if rank > 0:\n            dist.broadcast(total, 0)\n")),
+    amp("a rank stops early by itself", WRONG, "hang",
+        ("        dist.barrier()\n", "        dist.barrier()\n        if rank == 1:\n            break\n")),
+    plain("all ranks save one file", WRONG, "files",
+          ('            torch.save(ddp', '        torch.save(ddp')),
+    amp("each rank writes the log anew", WRONG, "files",
+        ("        dist.barrier()\n", '        open("log.txt", "w").write(f"epoch {epoch}")\n')),
+    plain("all ranks open one log anew before they train", WARNING, "files",
+          ("    torch.manual_seed(0)\n", '    torch.manual_seed(0)\n    log = open("log.txt", "w")\n')),
+    plain("all ranks append to one log", WARNING, "files",
+          ("        scheduler.step()\n", '        scheduler.step()\n        open("log.txt", "a").write(".")\n')),
+    plain("all ranks print", WARNING, "printing",
+          ("        if rank == 0:\n", "        if rank >= 0:\n")),
+    # Evaluation.
+    plain("evaluation with padding", WARNING, "evaluation",
+          (EVALUATION_LOADER,
+           "DataLoader(dataset, 8, sampler=DistributedSampler(dataset, shuffle=False))")),
+    plain("evaluation leaves samples out, and computes gradients", WARNING, "evaluation",
+          (NO_GRAD, ""), (EVALUATION_LOADER, "DataLoader(shard, batch_size=8, drop_last=True)")),
+    plain("each rank evaluates everything, and sums are added", WARNING, "evaluation",
+          (EVALUATION_LOADER, "DataLoader(dataset, batch_size=8)")),
+    plain("each rank evaluates a part, and no sum follows", WARNING, "evaluation",
+          ("    dist.all_reduce(totals)\n", "")),
+    plain("evaluation leaves samples out", WARNING, "evaluation",
+          (EVALUATION_LOADER, "DataLoader(shard, batch_size=8, drop_last=True)")),
+    plain("each rank evaluates all of a second data set", WARNING, "evaluation",
+          ("    train_set, test_set = ", "    more = Points(20, 0.0)\n    train_set, test_set = "),
+          ("        test_loss, accuracy = evaluate(",
+           "        with torch.no_grad():\n            sum(ddp.module(x).sum() for x, _ in DataLoader(more, 8))\n"
+           "        test_loss, accuracy = evaluate(")),
+    plain("all ranks draw the same few samples, with replacement", WRONG, "samples",
+          ("Points(SAMPLES, 0.1)", "Points(SAMPLES, 0.0)"),
+          ("    sampler = DistributedSampler(train_set, seed=0)\n",
+           "    order = torch.Generator().manual_seed(0)\n"
+           "    sampler = torch.utils.data.RandomSampler(range(8), True, 10**7, generator=order)\n"),
+          ("        sampler.set_epoch(epoch)\n", ""),
+          ("        for points, labels in loader:\n",
+           "        batches = iter(loader)\n        for _ in range(8):\n            points, labels = next(batches)\n")),
+    plain("evaluation stops early, and each rank has drawn its part", WARNING, "evaluation",
+          (EVALUATION_LOADER, "DataLoader(shard, batch_size=8, shuffle=True)"), STOPS_EARLY),
+    plain("all ranks stop after the same samples", WARNING, "evaluation",
+          (EVALUATION_LOADER, "DataLoader(dataset, batch_size=8)"), STOPS_EARLY),
+    plain("accuracy is divided by the length of a shard", WARNING, "printed numbers",
+          ("correct / samples", "correct / len(shard)")),
+    plain("the loss of one rank is printed", WARNING, "printed numbers",
+          ("        dist.all_reduce(total)\n", "")),
+    amp("BatchNorm over a small local batch", WARNING, "batchnorm",
+        ("nn.BatchNorm2d(4)", "nn.BatchNorm1d(4)"),
+        ("F.relu(self.norm(self.conv(x))).mean((2, 3))", "F.relu(self.norm(self.conv(x).mean((2, 3))))")),
+    # Random numbers.
+    plain("the same dropout on all ranks", WARNING, "dropout",
+          ("torch.manual_seed(rank + 1)", "torch.manual_seed(1)")),
+    plain("the same augmentation on all ranks", WARNING, "augmentation",
+          ("torch.manual_seed(rank + 1)", "torch.manual_seed(1)")),
+    plain("the same numbers of numpy on all ranks", WARNING, "augmentation",
+          (NOISE, "torch.tensor(np.random.randn(6), dtype=torch.get_default_dtype())"),
+          ("np.random.seed(rank + 1)", "np.random.seed(1)")),
+    plain("the same numbers of random on all ranks", WARNING, "augmentation",
+          (NOISE, "random.gauss(0, 1)"), ("    random.seed(rank + 1)", "    random.seed(1)")),
+    own_step("the step sums and does not average", WRONG, "one rank", ("    tensor /= dist.get_world_size()\n", "")),
+    own_step("the step takes the gradient of rank 0", WRONG, "one rank", (IN_STEP, "                dist.broadcast(p.grad, 0)\n")),
+    own_step("a sum, which Adam hides in the weights", WARNING, "one rank",
+             ("    tensor /= dist.get_world_size()\n", ""),
+             ("                p -= group", "                size = self.state[p].setdefault('size', torch.zeros_like(p))\n"
+              "                size.mul_(0.99).add_(p.grad ** 2)\n                momentum = momentum / (size.sqrt() + 1e-12)\n                p -= group")),
+    own_step("rank 0 counts more", WRONG, "one rank", NO_AVERAGE,
+             (OWN_LOOP, OWN_LOOP.replace("            optimizer", OF_PARAMS.replace("average(p.grad)", "p.grad *= 1.5 - rank\n                average(p.grad)") + "            optimizer"))),
+    own_step("masters are stepped by each rank for itself", WRONG, "weights", *MASTERS[:2],
+             (OWN_LOOP, MASTERS[2][1].replace("            average(flat.grad)\n", ""))),
+    own_step("masters of half the gradient", WRONG, "one rank", *MASTERS[:2],
+             (OWN_LOOP, MASTERS[2][1].replace("average(flat.grad)", "average(flat.grad.div_(world_size))"))),
+    own_step("torch.func without an average", WRONG, "weights", *FUNCTIONAL[:2],
+             (FUNCTIONAL[2][0], FUNCTIONAL[2][1].replace("average(grad)", "pass"))),
+    own_step("torch.func with a sum", WRONG, "one rank", *FUNCTIONAL, ("    tensor /= dist.get_world_size()\n", "")),
+    own_step("steps in backward, without an average", WRONG, "weights",
+             (FUSED[0][0], FUSED[0][1].replace("        average(p.grad)\n", "")), FUSED[1]),
+    own_step("real parts are averaged, imaginary ones are not", WRONG, "weights", *COMPLEX,
+             (IN_STEP, "                real = p.grad.real.contiguous()\n                average(real)\n"
+              "                p.grad = torch.complex(real, p.grad.imag)\n")),
+]  # fmt: skip
+
+# These look like mistakes, and are none: no row may be WRONG, and the check that is named is right.
+HARMLESS = [
+    plain("a group of all ranks comes and goes", RIGHT, "one rank",
+          ("    torch.manual_seed(0)\n", "    torch.manual_seed(0)\n    group = dist.new_group()\n"
+           "    dist.barrier(group)\n    dist.destroy_process_group(group)\n")),
+    plain("batches are taken from one iterator, one by one", RIGHT, "one rank",
+          ("        for points, labels in loader:\n",
+           "        batches = iter(loader)\n        for _ in range(8):\n            points, labels = next(batches)\n")),
+    plain("the last samples are evaluated by all ranks, from a second loader", RIGHT, "evaluation",
+          ("    shard = Subset(dataset, range(rank, len(dataset), world_size))\n",
+           "    sampler = DistributedSampler(dataset, shuffle=False, drop_last=True)\n"
+           "    rest = Subset(dataset, range(len(sampler) * world_size, len(dataset)))\n"),
+          (EVALUATION_LOADER, "DataLoader(dataset, batch_size=8, sampler=sampler)"),
+          ("    dist.all_reduce(totals)\n",
+           "    dist.all_reduce(totals)\n    for points, labels in DataLoader(rest, batch_size=8):\n"
+           "        totals += torch.tensor([F.cross_entropy(model(points), labels, reduction='sum'),\n"
+           "                                (model(points).argmax(1) == labels).sum(), len(labels)])\n")),
+    amp("two micro-batches, clipped, with a loss scale and fp16", RIGHT, "one rank",
+        ("            with torch.autocast(\"cpu\", torch.bfloat16):\n                loss = F.cross_entropy(ddp(pictures), labels)\n            scaler.scale(loss).backward()\n",
+         "            for x, y in zip(pictures.chunk(2), labels.chunk(2)):\n"
+         "                with torch.autocast(\"cpu\", torch.float16):\n"
+         "                    loss = F.cross_entropy(ddp(x), y) / 2\n"
+         "                scaler.scale(loss).backward()\n"),
+        ("clip_grad_norm_(ddp.parameters(), 1.0)", "clip_grad_norm_(ddp.parameters(), 0.01)")),
+    plain("a one-cycle schedule, stepped once per rank, changes the momentum too", RIGHT, "one rank",
+          ("StepLR(optimizer, step_size=1, gamma=0.5)", "OneCycleLR(optimizer, max_lr=0.1, total_steps=400)"),
+          ("            optimizer.step()\n",
+           "            optimizer.step()\n            for _ in range(world_size):\n                scheduler.step()\n"),
+          ("        scheduler.step()\n        dist", "        dist")),
+    plain("the samples of a batch lie along its second dimension", RIGHT, "",
+          ("batch_size=12 // world_size, sampler=sampler)",
+           "batch_size=24 // world_size, sampler=sampler,\n"
+           "                        collate_fn=lambda samples: (torch.stack([x for x, _ in samples], 1),\n"
+           "                                                    torch.tensor([y for _, y in samples])))"),
+          (LOSS, "F.cross_entropy(ddp(points.T), labels)")),
+    plain("a sum as the loss, with a batch size per rank", RIGHT, "",
+          ("batch_size=12 // world_size", "batch_size=6"),
+          (LOSS, "F.cross_entropy(ddp(points), labels, reduction='sum')")),
+    plain("all ranks load one batch, each with its noise, and take their rows", RIGHT, "",
+          (SAMPLER, "sampler = DistributedSampler(train_set, 1, 0, seed=0)"),
+          ("batch_size=12 // world_size", "batch_size=12"),
+          ("            loss = F", "            points, labels = points[rank::world_size], labels[rank::world_size]\n"
+           "            loss = F")),
+    plain("all ranks load one batch, and each takes its rows", RIGHT, "",
+          ("Points(SAMPLES, 0.1)", "Points(SAMPLES, 0.0)"),
+          (SAMPLER, "sampler = DistributedSampler(train_set, 1, 0, seed=0)"),
+          ("batch_size=12 // world_size", "batch_size=12"),
+          ("            loss = F", "            points, labels = points[rank::world_size], labels[rank::world_size]\n"
+           "            loss = F")),
+    plain("divided by the ranks, and summed by hand", RIGHT, "", *NO_DDP,
+          (LOSS, LOSS + " / world_size"), (STEP, SUM + STEP)),
+    plain("weights are averaged in every second step", RIGHT, "", *NO_DDP,
+          (STEP, STEP + "            turn = getattr(optimizer, 'turn', 0) + 1\n"
+           "            optimizer.turn = turn\n            for p in ddp.parameters():\n"
+           "                if turn % 2 == 0:\n                    dist.all_reduce(p.data)\n"
+           "                    p.data /= world_size\n")),
+    plain("gradients are clipped by hand", RIGHT, "",
+          (STEP, "            norm = torch.stack([p.grad.norm() for p in ddp.parameters()]).norm()\n"
+           "            for p in ddp.parameters():\n                p.grad *= min(1, 0.1 / norm)\n" + STEP)),
+    plain("gradients are limited by a hook", RIGHT, "",
+          ("    optimizer = torch", "    for p in ddp.parameters():\n"
+           "        p.register_hook(lambda g: 2 * g)\n    optimizer = torch")),
+    plain("a batch in two halves, one after the other", RIGHT, "",
+          ("            loss = F.cross_entropy(ddp(points), labels)\n            optimizer.zero_grad()\n            loss.backward()\n",
+           "            optimizer.zero_grad()\n            for x, y in zip(points.chunk(2), labels.chunk(2)):\n"
+           "                loss = F.cross_entropy(ddp(x), y) / 2\n                loss.backward()\n")),
+    plain("each rank has a data set of its own", RIGHT, "",
+          ("manual_seed(size)", "manual_seed(size + 1000 * dist.get_rank())"),
+          (SAMPLER, "sampler = torch.utils.data.RandomSampler(train_set)"),
+          ("        sampler.set_epoch(epoch)\n", "")),
+    plain("unequal numbers of batches, and the epoch ends before", RIGHT, "",
+          (SAMPLER, "sampler = range(0, 60) if rank == 0 else range(60, 96)"),
+          ("        sampler.set_epoch(epoch)\n", ""),
+          (STEP, STEP + "            if total[1] == 2:\n                break\n")),
+    plain("a bootstrap, drawn anew by each rank", RIGHT, "",
+          (SAMPLER, "sampler = torch.utils.data.WeightedRandomSampler([1.0] * 96, 48)"),
+          ("        sampler.set_epoch(epoch)\n", "")),
+    plain("noise in the step", RIGHT, "", (LOSS, "F.cross_entropy(ddp(points + torch.randn(6)), labels)")),
+    plain("optimizer states are divided over the ranks", RIGHT, "one rank",
+          (SGD,
+           "__import__('torch.distributed.optim').distributed.optim.ZeroRedundancyOptimizer(\n"
+           "        ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)")),
+    plain("attention over the sequence", RIGHT, "one rank",
+          (LAYERS, ATTENTION.replace("1, 8)", "1, 8, batch_first=True)"))),
+    plain("attention with Adam, which divides by gradients that are rounding", RIGHT, "one rank",
+          (LAYERS, ATTENTION.replace("1, 8)", "1, 8, batch_first=True)")), ADAM),
+    converted(plain("a rest of the epoch, as in the original", RIGHT, "the original's epoch"), A_REST),
+    converted(plain("drop_last, as in the original", RIGHT, "the original's epoch"),
+              A_REST, ("batch_size=12 // world_size", "batch_size=12 // world_size, drop_last=True")),
+    plain("evaluation with gradients", RIGHT, "evaluation", (NO_GRAD, "")),
+    plain("evaluation stops early, after the first samples", RIGHT, "evaluation",
+          (EVALUATION_LOADER, "DataLoader(shard, batch_size=8 // world_size)"),
+          (STOPS_EARLY[0], STOPS_EARLY[1].replace("== 8", "== 8 // world_size"))),
+    plain("each rank appends to a log of its own", RIGHT, "",
+          ("        scheduler.step()\n", '        scheduler.step()\n        open(f"log{rank}.txt", "w").write(".")\n')),
+    accumulate("fewer micro-batches, because there are more ranks", RIGHT, "",
+               ("ACCUMULATE, WORDS", "MICRO_BATCHES, WORDS"),
+               ("    torch.manual_seed(0)\n", "    torch.manual_seed(0)\n    ACCUMULATE = 4 // world_size\n"),
+               ("batch_size=12 // world_size", "batch_size=3"),
+               ("start_factor=0.25, total_iters=4", "start_factor=1.0, total_iters=1")),
+    accumulate("a batch size per rank, and a loss per word of all ranks", RIGHT, "",
+               ("batch_size=12 // world_size", "batch_size=6")),
+    amp("the batch of BatchNorm is that of a rank", RIGHT, "",
+        ("batch_size=24 // world_size", "batch_size=4")),
+    own_step("masters, of which the parameters are views", RIGHT, "one rank", *MASTERS),
+    own_step("weights in a dict, and torch.func", RIGHT, "one rank", *FUNCTIONAL),
+    own_step("steps in backward", RIGHT, "one rank", *FUSED),
+    own_step("weights are averaged after each step", RIGHT, "one rank", NO_AVERAGE,
+             (OWN_LOOP, OWN_LOOP + OF_PARAMS.replace("p.grad", "p.data"))),
+    own_step("complex weights", RIGHT, "one rank", *COMPLEX),
+    own_step("a sparse gradient", RIGHT, "one rank", *SPARSE),
+    own_step("optimizer states are divided by hand", RIGHT, "one rank",
+             ('p in group["params"]:', 'number, p in enumerate(group["params"]):'),
+             ("                p -= group", "                if number % dist.get_world_size() == dist.get_rank():\n                    p -= group"),
+             ("momentum\n\n\ndef", "momentum\n                dist.broadcast(p, number % dist.get_world_size())\n\n\ndef")),
+    own_step("layers that begin to train are wrapped anew", RIGHT, "one rank",
+             (PARAMS, "    model[0].requires_grad_(False)\n    ddp = nn.parallel.DistributedDataParallel(model)\n" + PARAMS),
+             (OWN, "torch.optim.SGD(params, lr=0.1)"), ("model(x)", "ddp(x)"),
+             ("        sampler.set_epoch", "        if epoch == 2:\n            model.requires_grad_(True)\n"
+              "            ddp = nn.parallel.DistributedDataParallel(model)\n        sampler.set_epoch")),
+]  # fmt: skip

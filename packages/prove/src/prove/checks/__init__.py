@@ -1,0 +1,91 @@
+"""The checks, in the order in which they judge the run of all ranks.
+
+A new check: a module here, and its name in this list. What it needs is in base.py.
+"""
+
+from prove.checks import (
+    accumulation,
+    augmentation,
+    averaged_gradients,
+    batch_statistics,
+    batches_per_epoch,
+    buffers,
+    clipping,
+    collectives,
+    dropout,
+    evaluated_model,
+    evaluation,
+    files,
+    finite_gradients,
+    finite_loss,
+    forward_through_ddp,
+    hang,
+    learning_rate_by_rank,
+    loss_scale,
+    one_data_set,
+    optimizer,
+    order_of_an_epoch,
+    printing,
+    samples,
+    unused_parameters,
+    weights,
+    workers,
+    zero_grad,
+    zero_gradients,
+)
+from prove.checks.base import Check, Seen, Stage
+from prove.judge.reasons import Reason
+from prove.judge.replay_reasons import ReplayReason
+
+CHECKS: tuple[Check, ...] = (
+    unused_parameters.STOPPED,
+    hang.CHECK,
+    collectives.CHECK,
+    files.CHECK,
+    printing.CHECK,
+    one_data_set.FIELDS,
+    samples.CHECK,
+    workers.CHECK,
+    one_data_set.CONTENTS,
+    batches_per_epoch.CHECK,
+    order_of_an_epoch.CHECK,
+    dropout.CHECK,
+    augmentation.CHECK,
+    evaluation.CHECK,
+    clipping.CHECK,
+    zero_gradients.CHECK,
+    optimizer.CHECK,
+    accumulation.CHECK,
+    finite_loss.CHECK,
+    finite_gradients.CHECK,
+    weights.CHECK,
+    averaged_gradients.CHECK,
+    zero_grad.CHECK,
+    forward_through_ddp.CHECK,
+    unused_parameters.USED_BY_SOME,
+    learning_rate_by_rank.CHECK,
+    loss_scale.CHECK,
+    buffers.CHECK,
+    batch_statistics.CHECK,
+    buffers.OUTSIDE_DDP,
+    evaluated_model.CHECK,
+)
+
+
+def judge_in_order(stage: Stage, seen: Seen) -> None:
+    """Let all checks of a stage add their rows to the table."""
+    for check in CHECKS:
+        if check.stage == stage:
+            seen.rows += check.judge(seen)
+            seen.judged.add(check.name)
+
+
+def by_name(reasons: list[Reason]) -> dict[str, Reason]:
+    """JSON has no more of a sentence than its name, so no two checks may have one in common."""
+    named = {reason.name: reason for reason in reasons}
+    if len({*map(id, named.values())}) < len({*map(id, reasons)}):
+        raise ValueError("two sentences have one name")
+    return named
+
+
+SENTENCES = by_name([*ReplayReason, *(reason for check in CHECKS for reason in check.says)])

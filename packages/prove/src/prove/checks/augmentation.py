@@ -1,0 +1,55 @@
+"""Does each rank draw other random numbers while it loads, in its process or in its workers?"""
+
+from prove import random_state
+from prove.checks.base import Check, Seen, Stage
+from prove.judge.loader_passes import same_dataset, same_on_all_ranks
+from prove.judge.reasons import OWN_SEED, Reason
+from prove.judge.table import ReportRow, right, warning
+
+NAME = "augmentation"
+
+
+class Says(Reason):
+    WORKER_SEEDS_ALIKE = (
+        "the workers of all ranks draw the same numbers: one seed (loader at {at})",
+        OWN_SEED,
+    )
+    DRAWS_ALIKE = (
+        "all ranks draw the same numbers of {generators} while they load ({at})",
+        OWN_SEED,
+    )
+    DRAWS_DIFFER = "the ranks draw different random numbers"
+    WORKER_SEEDS_DIFFER = "the loaders of the ranks give their workers different seeds"
+
+
+def judge(seen: Seen) -> list[ReportRow]:
+    if not seen.epochs:
+        return []
+    passes = seen.epochs[0]
+    first = passes[0]
+    drew = [
+        number
+        for number in range(len(random_state.GENERATORS))
+        if all(loader_pass.drew[number] for loader_pass in passes)
+    ]
+    same = [
+        random_state.GENERATORS[number]
+        for number in drew
+        if len({loader_pass.generators[number] for loader_pass in passes}) == 1
+    ]
+    seeds_workers = first.workers and first.base_seed is not None
+    if seeds_workers and same_on_all_ranks(passes, "base_seed"):
+        drew_nothing = not any(loader_pass.workers_drew for loader_pass in passes)
+        if first.is_stream or drew_nothing or not same_dataset(passes):
+            return []
+        return [warning(NAME, Says.WORKER_SEEDS_ALIKE, at=first.at)]
+    if same:
+        return [warning(NAME, Says.DRAWS_ALIKE, generators=same, at=first.at)]
+    if drew:
+        return [right(NAME, Says.DRAWS_DIFFER)]
+    if seeds_workers:
+        return [right(NAME, Says.WORKER_SEEDS_DIFFER)]
+    return []
+
+
+CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS)

@@ -1,0 +1,247 @@
+"""Is p.grad, at each step, the same on all ranks, and the mean of what backward gave them?
+
+Both are in the record of a step, because the proof compares them, too.
+"""
+
+from itertools import combinations
+from typing import NamedTuple
+
+import torch
+
+from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import AVERAGE, NO_DDP, STEP, Mistake
+from prove.checks.weights import WAS_FROZEN, WRAP_AGAIN, unfrozen_parameters
+from prove.checks.zero_grad import steps_with_old_gradients
+from prove.judge.reasons import Heading, Reason
+from prove.judge.steps import TINY, StepOfRanks, parameter_names
+from prove.judge.table import RIGHT, WARNING, WRONG, ReportRow, not_seen, right, warning, wrong
+from prove.rank_record import Note
+
+NAME = "averaged gradients"
+APART = "the ranks step with different gradients in {apart} of {tensors} tensors: {names} "
+APART += "(step {step} at {at})"
+TOLERANCES = {"torch.float64": 1e-6, "torch.complex128": 1e-6}
+TOLERANCES |= {"torch.float32": 2e-3, "torch.complex64": 2e-3}
+MOST_RANKS = 8  # of which every choice is tried
+
+
+class Says(Reason):
+    LOCAL_STEPS = (
+        "each rank steps with its own: weights are averaged, it seems",
+        "see the rows weights and one rank, which compare what is averaged",
+    )
+    GRADIENTS_UNFROZEN = (f"{APART}; {WAS_FROZEN}", WRAP_AGAIN, Heading.LOSS)
+    GRADIENTS_DIFFER = (
+        APART,
+        "forward and backward through DDP; no_sync for all micro-batches but the last",
+        Heading.LOSS,
+    )
+    IMAGINARY_LOST = (
+        "the gradient of {names} is complex after backward, and real in the step: its imaginary "
+        "part is zero (step {step} at {at})",
+        "average both parts: all_reduce of the complex tensor or of torch.view_as_real(grad)",
+        Heading.LOSS,
+    )
+    GRADIENT_OF_SOME = (
+        "every rank steps with what rank {ranks} has computed alone, not with the mean over all "
+        "ranks (step {step} at {at})",
+        "average over all ranks; who receives into p.grad.data or a view of it overwrites p.grad: "
+        "receive into a tensor of its own",
+        Heading.LOSS,
+    )
+    WEIGHTED_SUM = (
+        "a weighted sum over the ranks, which count {shares:each .3g} times (step {step} at {at})",
+        "the mean; meant so if these are the shares of the samples or tokens of each rank",
+        Heading.LOSS,
+    )
+    NO_MULTIPLE_OF_MEAN = (
+        "no multiple of the mean over the ranks: changed between backward and step?"
+    )
+    MEAN_OF_RANKS = "the mean over the ranks, in {steps:n step}"
+    CLIPPED = "clipped before the step: {factor:.4g} times the mean (step {step} at {at})"
+    CLIPPED_APART = (
+        "clipped before the step ({at}), by value or part by part: no multiple of the mean over "
+        "the ranks is left to compare",
+        "to see the mean here, prove it with so high a limit that nothing is clipped",
+    )
+    SUM_OF_RANKS = (
+        "the sum over the ranks, not their mean (step {step} at {at})",
+        "divide by the number of ranks; meant so if the loss is divided by it already",
+    )
+    CHANGED_BEFORE_STEP = (
+        "changed before the step: {factor:.4g} times the mean (step {step} at {at})"
+    )
+
+
+def judge(seen: Seen) -> list[ReportRow]:
+    if row := row_of_apart(seen) or row_of_lost_imaginary(seen):
+        return [row]
+    if steps_with_old_gradients(seen):
+        return []  # zero_grad.py says so
+    if row := next((row for step in seen.steps if (row := row_of_some_ranks(step))), None):
+        return [row]
+    factors = [(times_the_mean(step), step) for step in seen.steps]
+    known = [(factor, step) for factor, step in factors if factor is not None]
+    clips_at = seen.records[0].notes.get(Note.CLIPS)
+    if not known and clips_at:
+        return [not_seen(NAME, Says.CLIPPED_APART, at=clips_at)]
+    if not known:
+        return [not_seen(NAME, Says.NO_MULTIPLE_OF_MEAN)]
+    factor, step = max(known, key=lambda pair: abs(pair[0] - 1))
+    if abs(factor - 1) <= tolerance(step):
+        return [right(NAME, Says.MEAN_OF_RANKS, steps=len(known))]
+    facts, ranks = {"factor": factor, "step": step.number, "at": step.at}, len(step.steps)
+    if abs(factor - ranks) <= ranks * tolerance(step):
+        return [not_seen(NAME, Says.SUM_OF_RANKS, **facts)]
+    clips = factor < 1 and clips_at
+    return [not_seen(NAME, Says.CLIPPED if clips else Says.CHANGED_BEFORE_STEP, **facts)]
+
+
+def row_of_apart(seen: Seen) -> ReportRow | None:
+    """None: the ranks step with the same gradients, or come to the same weights all the same."""
+    verdicts = seen.verdicts("weights")
+    differing = [step for step in seen.steps if parameters_apart(step)]
+    if not differing or verdicts == [RIGHT]:
+        return None
+    if WARNING in verdicts:
+        return not_seen(NAME, Says.LOCAL_STEPS)
+    step, apart = differing[0], parameters_apart(differing[0])
+    facts = {
+        "apart": len(apart), "tensors": len(step.optimizer.names),
+        "names": parameter_names(step.optimizer, apart), "step": step.number, "at": step.at,
+    }  # fmt: skip
+    unfrozen = unfrozen_parameters(seen.records[0])
+    made_at = [unfrozen.get(step.optimizer.keys[number]) for number in apart]
+    if all(made_at):
+        return wrong(NAME, Says.GRADIENTS_UNFROZEN, wrapped_at=made_at[0], **facts)
+    return wrong(NAME, Says.GRADIENTS_DIFFER, **facts)
+
+
+def parameters_apart(step: StepOfRanks) -> list[int]:
+    return step.differing_parameters("gradients", 1e-4)
+
+
+def row_of_lost_imaginary(seen: Seen) -> ReportRow | None:
+    for step in seen.steps:
+        if numbers := {n for of_rank in step.steps for n in of_rank.lost_imaginary}:
+            names = parameter_names(step.optimizer, sorted(numbers))
+            return wrong(NAME, Says.IMAGINARY_LOST, names=names, step=step.number, at=step.at)
+    return None
+
+
+def row_of_some_ranks(step: StepOfRanks) -> ReportRow | None:
+    """Is p.grad, alike on all ranks, what only some of them have computed, or do some count more?
+
+    None: it is not, or nobody knows. It needs no replay.
+    """
+    known, ranks, limit = averages(step), range(len(step.steps)), tolerance(step)
+    computes = [any(each.local[rank] for each in known) for rank in ranks]
+    if parameters_apart(step) or not all(computes):
+        return None
+    if not known or len(ranks) > MOST_RANKS or times_the_mean(step) is not None:
+        return None
+    facts = {"step": step.number, "at": step.at}
+    for number in ranks[1:]:  # the mean of so many of them
+        for some in combinations(ranks, number):
+            if all(
+                abs(each.averaged - sum(each.local[rank] for rank in some) / number)
+                <= limit * each.norm
+                for each in known
+            ):
+                return wrong(NAME, Says.GRADIENT_OF_SOME, ranks=[*some], **facts)
+    if len(known) <= len(ranks) + 1:  # they would fit by chance
+        return None
+    local = torch.tensor([each.local for each in known], dtype=torch.float64)
+    averaged, norms = torch.tensor(
+        [[each.averaged, each.norm] for each in known], dtype=torch.float64
+    ).unbind(1)
+    weights = torch.linalg.lstsq(local, averaged[:, None]).solution.squeeze(1)
+    if bool(((local @ weights - averaged).abs() > limit * norms).any()):
+        return None
+    shares = [float(weight) for weight in weights]
+    return warning(NAME, Says.WEIGHTED_SUM, shares=shares, **facts)
+
+
+class Averaged(NamedTuple):
+    """Of a parameter: p.grad at a step, and what backward gave each rank. Projections, and a norm
+    to compare their differences with."""
+
+    averaged: float
+    local: list[float]
+    norm: float
+
+
+def averages(step: StepOfRanks) -> list[Averaged]:
+    """Of the parameters that got a gradient on some rank: where none came, it was zero."""
+    pairs = zip(step.by_parameter("gradients"), step.by_parameter("local_gradients"), strict=True)
+    scale = step.steps[0].loss_scale
+    return [
+        Averaged(gradients[0][0], [(own or 0.0) / scale for own in local], gradients[0][1])
+        for gradients, local in pairs
+        if None not in gradients and any(own is not None for own in local)
+        and gradients[0][1] > TINY
+    ]  # fmt: skip
+
+
+def tolerance(step: StepOfRanks) -> float:
+    return max(TOLERANCES.get(step.steps[0].dtype, 5e-2), 2 * step.exchange_precision)
+
+
+def times_the_mean(step: StepOfRanks) -> float | None:
+    """The one factor by which p.grad differs from the mean over the ranks of what backward gave."""
+    known = [
+        (each.averaged, sum(each.local) / len(each.local), each.norm) for each in averages(step)
+    ]
+    sure = sorted(gradient / mean for gradient, mean, norm in known if abs(mean) > 0.05 * norm)
+    if not sure:
+        return None
+    factor, limit = sure[len(sure) // 2], tolerance(step)
+    agree = all(abs(gradient - factor * mean) <= limit * norm for gradient, mean, norm in known)
+    return factor if agree else None
+
+
+PLANTED = (
+    Mistake(
+        "only some gradients are averaged by hand", "plain", WRONG, NAME,
+        (*NO_DDP, (STEP, AVERAGE.replace("ddp.parameters()", "ddp[0].parameters()") + STEP)),
+    ),
+    Mistake(
+        "no micro-batch is synchronized", "accumulate", WRONG, NAME,
+        (("nullcontext() if last else ddp.no_sync()", "ddp.no_sync()"),),
+    ),
+    Mistake(
+        "the last micro-batch is not synchronized", "accumulate", WRONG, NAME,
+        (("nullcontext() if last else", "nullcontext() if not last else"),),
+    ),
+    Mistake(
+        "only the last micro-batch is averaged", "accumulate", WRONG, NAME,
+        (
+            ("    ddp = DDP(model)\n", "    ddp = model\n"),
+            ("nullcontext() if last else ddp.no_sync()", "nullcontext()"),
+            (
+                "(loss * world_size / words).backward()",
+                "parts = torch.autograd.grad(loss * world_size / words, ddp.parameters())\n"
+                "                for p, part in zip(ddp.parameters(), parts):\n"
+                "                    if last:\n"
+                "                        dist.all_reduce(part)\n"
+                "                        part /= world_size\n"
+                "                    p.grad = part if p.grad is None else p.grad + part",
+            ),
+        ),
+    ),
+    Mistake(
+        "only rank 0 counts in the mean", "own_step", WRONG, NAME,
+        (
+            ("                average(p.grad)\n", ""),
+            (
+                "            loss.backward()\n",
+                "            loss.backward()\n"
+                "            for p in params:\n"
+                "                dist.broadcast(p.grad, 0)\n",
+            ),
+        ),
+    ),
+)  # fmt: skip
+# Whatever changed the gradients before the step was no mistake; a lost part, one rank loses, too.
+UNEXPLAINED = frozenset({*Says} - {Says.MEAN_OF_RANKS, Says.IMAGINARY_LOST})
+CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, moot_if_proven=UNEXPLAINED, planted=PLANTED)

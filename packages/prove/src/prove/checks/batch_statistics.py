@@ -1,0 +1,41 @@
+"""Does the loss of a rank depend on a mean or the like over its own samples alone?"""
+
+from prove.checks.base import Check, Seen, Stage
+from prove.judge.reasons import Heading, Reason
+from prove.judge.steps import differing_statistic
+from prove.judge.table import ReportRow, warning
+from prove.rank_record import CENTERED
+
+NAME = "batch statistics"
+OVER_ALL_RANKS = (
+    "take the mean over all ranks: all_reduce sums and counts, then divide; meant so only if each "
+    "rank is to be normalized by itself"
+)
+
+
+class Says(Reason):
+    CENTERED_BY_RANK = (
+        "the numbers that each rank makes a tensor of at {at} have mean 0: it has normalized them "
+        "by themselves",
+        OVER_ALL_RANKS,
+        Heading.LOSS,
+    )
+    STATISTIC_OF_EACH_RANK = (
+        "the loss depends on the {name} at {at}, which is that of the samples of each rank: "
+        "{values:each .4g}",
+        OVER_ALL_RANKS,
+        Heading.LOSS,
+    )
+
+
+def judge(seen: Seen) -> list[ReportRow]:
+    """Name the first of them."""
+    statistic = differing_statistic(seen.records)
+    if statistic is None:
+        return []
+    is_centered = statistic["name"] == CENTERED
+    reason = Says.CENTERED_BY_RANK if is_centered else Says.STATISTIC_OF_EACH_RANK
+    return [warning(NAME, reason, **statistic)]
+
+
+CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL)

@@ -1,0 +1,94 @@
+"""Do all ranks have as many batches in an epoch, and batches of one size?"""
+
+from prove.checks.base import Check, Seen, Stage
+from prove.judge.loader_passes import epochs_of_data_set, place_of
+from prove.judge.reasons import Heading, Reason
+from prove.judge.table import (
+    NOT_SEEN,
+    RIGHT,
+    WARNING,
+    WRONG,
+    ReportRow,
+    not_seen,
+    right,
+    warning,
+    wrong,
+)
+from prove.rank_record import LoaderPass, Note, RankRecord
+
+NAME = "batches per epoch"
+WORST_FIRST = (WRONG, WARNING, NOT_SEEN, RIGHT)
+
+
+class Says(Reason):
+    NO_END_OF_DATA = (
+        "no rank reached the end of its data ({at})",
+        "raise --batches, or prove it with less data; an endless stream has nothing to compare",
+    )
+    UNEQUAL_BUT_JOINED = "{batches!s}, and Join lets the shorter ones wait"
+    UNEQUAL_BUT_STOPPED = "{batches!s}, and all ranks stop with the one that has fewest"
+    UNEQUAL_BUT_CUT = (
+        "{batches!s}, but the script ends its epochs earlier ({at})",
+        "harmless if all ranks end them after the same batch",
+    )
+    UNEQUAL_BATCHES = (
+        "{batches!s} batches on the ranks: whoever has more waits for ever ({at})",
+        "DistributedSampler makes them equal; or drop_last; or Join",
+        Heading.UNEVEN,
+    )
+    UNEQUAL_BATCH_SIZES = (
+        "{batches} on each rank, but local batches of {sizes!s} samples weigh the same ({at})",
+        "equal local batches, or a mean over the global batch",
+        Heading.LOSS,
+    )
+    EQUAL_BATCHES = "{batches} on each rank"
+
+
+def judge(seen: Seen) -> list[ReportRow]:
+    if not seen.epochs:
+        return []
+    rows = [
+        row_of_lengths(seen.records, passes, number)
+        for number, passes in enumerate(epochs_of_data_set(seen.records), start=1)
+        if number == 1 or all(each.batches is not None for each in passes)
+    ]
+    return [min(rows, key=lambda row: WORST_FIRST.index(row.verdict))]
+
+
+def row_of_lengths(records: list[RankRecord], passes: list[LoaderPass], number: int) -> ReportRow:
+    """number: of these passes, among those over their data set."""
+    at = place_of(passes[0], number)
+    listed = [loader_pass.batches for loader_pass in passes if loader_pass.batches is not None]
+    given = [loader_pass.batches_given for loader_pass in passes]
+    batches = listed if len(listed) == len(passes) else given
+    if batches is not listed and not any(loader_pass.ended for loader_pass in passes):
+        return not_seen(NAME, Says.NO_END_OF_DATA, at=at)
+    are_cut = any(
+        loader_pass.batches_given < min(n, loader_pass.limit)
+        for loader_pass, n in zip(passes, batches, strict=True)
+    )
+    if len({*batches}) > 1:
+        if Note.JOINS in records[0].notes:
+            return right(NAME, Says.UNEQUAL_BUT_JOINED, batches=batches)
+        if Note.STOP_TOGETHER in records[0].notes:
+            return right(NAME, Says.UNEQUAL_BUT_STOPPED, batches=batches)
+        if are_cut:
+            return not_seen(NAME, Says.UNEQUAL_BUT_CUT, batches=batches, at=at)
+        return wrong(NAME, Says.UNEQUAL_BATCHES, batches=batches, at=at)
+    n = batches[0]
+    for sizes in zip(*(sizes_of(own, are_cut) for own in passes), strict=False):
+        if len({*sizes}) > 1:
+            return warning(NAME, Says.UNEQUAL_BATCH_SIZES, batches=n, sizes=[*sizes], at=at)
+    return right(NAME, Says.EQUAL_BATCHES, batches=n)
+
+
+def sizes_of(loader_pass: LoaderPass, is_cut: bool) -> list[int]:
+    """Of the batches that the script takes, also of those that we did not give it."""
+    if is_cut:
+        return loader_pass.sizes[: loader_pass.batches_given]
+    listed, samples = loader_pass.sizes, len(loader_pass.indices)
+    unlisted = (loader_pass.batches or 0) - len(listed)  # only the first ones are written down
+    return listed if unlisted <= 0 or not samples else [*listed, samples - sum(listed)]
+
+
+CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS)

@@ -1,0 +1,33 @@
+"""Are gradients clipped as they are, or while they still carry the loss scale?"""
+
+from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import Mistake
+from prove.judge.reasons import Reason
+from prove.judge.table import WRONG, ReportRow, right, wrong
+from prove.rank_record import Note
+
+NAME = "clipping"
+
+
+class Says(Reason):
+    CLIPS_SCALED = (
+        "gradients are clipped while they are multiplied by the loss scale ({at})",
+        "scaler.unscale_(optimizer) before clipping",
+    )
+    CLIPS_UNSCALED = "of gradients that are not scaled"
+
+
+def judge(seen: Seen) -> list[ReportRow]:
+    notes = seen.records[0].notes
+    if at := notes.get(Note.CLIPS_SCALED):
+        return [wrong(NAME, Says.CLIPS_SCALED, at=at)]
+    return [right(NAME, Says.CLIPS_UNSCALED)] if Note.CLIPS in notes else []
+
+
+PLANTED = (
+    Mistake(
+        "clips scaled gradients", "amp", WRONG, NAME,
+        (("            scaler.unscale_(optimizer)\n", ""),),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.STEPS, planted=PLANTED)

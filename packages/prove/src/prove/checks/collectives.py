@@ -1,0 +1,65 @@
+"""Do all ranks call the same collectives, in the same order?
+
+Where they then wait for ever, hang.py says so.
+"""
+
+from typing import Any
+
+from prove.checks.base import Check, Seen, Stage
+from prove.judge.ends import ends_with_others, wait_for_ever
+from prove.judge.reasons import Heading, Reason
+from prove.judge.table import ReportRow, right, wrong
+from prove.judge.wording import phrase
+from prove.rank_record import Collective, Ended, Note, RankRecord
+
+NAME = "collectives"
+ALL_CALL = "every rank must reach each collective the same number of times, in the same order"
+
+
+class Says(Reason):
+    COLLECTIVES_DIFFER = ("{difference}", ALL_CALL, Heading.HANG)
+    COLLECTIVES_ALIKE = "{calls:n call}, the same on all ranks"
+
+
+def judge(seen: Seen) -> list[ReportRow]:
+    if seen.is_alone or wait_for_ever(seen.outcome):
+        return []
+    records = seen.records
+    # Where a run ends well, a rank that called a DDP model once more did no harm.
+    calls = [[call for call in rank.collectives if not call.is_of_ddp] for rank in records]
+    have_ended = all(rank.ended.is_well for rank in records)
+    is_whole = have_ended and not any(map(ends_with_others, records))
+    difference = first_difference(calls) or (missed_call(records, calls) if is_whole else None)
+    if difference:
+        return [wrong(NAME, Says.COLLECTIVES_DIFFER, difference=difference)]
+    return [right(NAME, Says.COLLECTIVES_ALIKE, calls=len(calls[0]))]
+
+
+def first_difference(calls: list[list[Collective]]) -> dict[str, Any] | None:
+    """The first collective that is another one on some ranks."""
+    for parts in zip(*calls, strict=False):
+        if len({call.name for call in parts}) > 1:
+            different = [
+                phrase("rank {rank} calls {name} at {at}", rank=rank, name=call.name, at=call.at)
+                for rank, call in enumerate(parts)
+            ]
+            return phrase("{calls:; }", calls=different)
+    return None
+
+
+def missed_call(records: list[RankRecord], calls: list[list[Collective]]) -> dict[str, Any] | None:
+    """What some ranks call and others do not, if all have ended or wait for ever."""
+    fewest, most = min(calls, key=len), max(calls, key=len)
+    if len(fewest) == len(most):
+        steps = [rank.steps for rank in records]
+        all_known = all(rank.ended != Ended.NOT_YET for rank in records)
+        joins = Note.JOINS in records[0].notes
+        is_unequal = all_known and len({*steps}) > 1 and not joins
+        return phrase("the ranks have made {steps!s} steps", steps=steps) if is_unequal else None
+    call = most[len(fewest)]
+    others = [rank for rank, of_rank in enumerate(calls) if len(of_rank) == len(fewest)]
+    facts = {"rank": calls.index(most), "name": call.name, "at": call.at, "others": others}
+    return phrase("rank {rank} calls {name} at {at}, which rank {others} does not reach", **facts)
+
+
+CHECK = Check(NAME, Says, judge, Stage.ANY_RUN)

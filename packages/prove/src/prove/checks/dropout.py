@@ -1,0 +1,28 @@
+"""Does each rank drop other positions?"""
+
+from prove.checks.base import Check, Seen, Stage
+from prove.judge.reasons import OWN_SEED, Reason
+from prove.judge.table import ReportRow, right, warning
+
+NAME = "dropout"
+
+
+class Says(Reason):
+    MASKS_DIFFER = "the ranks draw different masks"
+    MASKS_ALIKE = (
+        "all ranks drop the same positions ({at})",
+        f"{OWN_SEED}; no mistake, but less noise than one process has",
+    )
+
+
+def judge(seen: Seen) -> list[ReportRow]:
+    if not seen.epochs:
+        return []
+    for at in sorted(set.intersection(*({*rank.dropout} for rank in seen.records))):
+        if len({rank.dropout[at] for rank in seen.records}) > 1:
+            return [right(NAME, Says.MASKS_DIFFER)]
+        return [warning(NAME, Says.MASKS_ALIKE, at=at)]
+    return []
+
+
+CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS)

@@ -1,0 +1,222 @@
+"""Does the evaluation count each sample once, over all ranks together?"""
+
+from dataclasses import replace
+
+from prove.checks.base import Check, Seen, Stage
+from prove.checks.samples import TOLD_APART
+from prove.judge.loader_passes import NEARLY_ALL, same_dataset, sample_count
+from prove.judge.reasons import Heading, Reason
+from prove.judge.table import RIGHT, ReportRow, not_seen, right, warning
+from prove.rank_record import EVALUATION_FACTOR, MOST_COLLECTIVES, LoaderPass, Note, RankRecord
+
+NAME = "evaluation"
+
+
+class Says(Reason):
+    NO_EVALUATION = (
+        "no pass over the loader at {places}: an evaluation counts that comes within the first two "
+        "epochs",
+        "to see yours, let it come earlier (fewer epochs), or raise --batches",
+    )
+    EVALUATED_BY_SOME = "by {ranks} of {world_size} ranks ({at})"
+    EVALUATED_OWN_DATASETS = (
+        "each rank evaluates a data set of its own ({at})",
+        "if these are parts of one, all_reduce sums and counts, then divide",
+        Heading.ACCURACY,
+    )
+    EVALUATED_UNKNOWN = ("the samples of {at} cannot be told apart", TOLD_APART)
+    EVALUATED_BY_EACH = (
+        "each rank evaluates all {size} samples ({at})",
+        "each rank a part, then all_reduce; no mistake if the results are not added up",
+        Heading.ACCURACY,
+    )
+    EVALUATED_TWICE = (
+        "{twice} of {size} samples are counted twice ({at}, {sampler})",
+        "Subset(dataset, range(rank, len(dataset), world_size))",
+        Heading.ACCURACY,
+    )
+    EVALUATED_SHARED = (
+        "of {size} samples, {twice} are evaluated by more than one rank, by content ({at})",
+        "each sample on one rank: range(rank, n, world_size) of one list that all ranks have; no "
+        "mistake if the results are not added up",
+        Heading.ACCURACY,
+    )
+    EVALUATED_APART = "no sample by more than one rank, by content: {size} samples ({at})"
+    EVALUATED_NOT_ALL = (
+        "{lost} of {size} samples are left out ({at})",
+        "no drop_last for evaluation",
+        Heading.ACCURACY,
+    )
+    EVALUATED_NOT_SUMMED = (
+        "each rank evaluates a part of the {size} samples, and no collective follows ({at})",
+        "all_reduce sums and counts, then divide",
+        Heading.ACCURACY,
+    )
+    EVALUATED_ONCE = "each of {size} samples once ({at})"
+    EVALUATED_FIRST_ONES = (
+        "each rank stops after {given} of {batches} batches: {samples} of {size} samples ({at}), "
+        "the first ones, each once"
+    )
+    EVALUATED_OTHERS = (
+        "each rank stops after {given} of {batches} batches: {samples} of {size} samples ({at}); "
+        "on another number of ranks, others",
+        "choose this part before it is dealt out, with the same seed on all ranks",
+        Heading.ACCURACY,
+    )
+
+
+def judge(seen: Seen) -> list[ReportRow]:
+    """A row for each reason, with all places that have it."""
+    records = seen.records
+    if not seen.epochs:
+        return []
+    datasets: dict[tuple, list[LoaderPass]] = {}  # of each, the first evaluation by each rank
+    for rank in records:
+        first: dict[tuple, LoaderPass] = {}
+        for loader_pass in evaluations(rank):
+            first.setdefault(dataset_of(loader_pass), loader_pass)
+        for key, loader_pass in first.items():
+            datasets.setdefault(key, []).append(loader_pass)
+    if not datasets:
+        places = [at for rank in records for at in rank.unused_loaders.values()]
+        places = list(dict.fromkeys(places))
+        return [not_seen(NAME, Says.NO_EVALUATION, places=places)] if places else []
+    of_one_rank_each = all(len(passes) == 1 for passes in datasets.values())
+    if of_one_rank_each and all(evaluations(rank) for rank in records):
+        own = [evaluations(rank)[0] for rank in records]
+        return rows_by_content(records, own, Says.EVALUATED_OWN_DATASETS)
+    rows = [row for passes in datasets.values() for row in rows_of_dataset(records, passes)]
+    by_reason: dict[Reason, list[ReportRow]] = {}
+    for row in [row for row in rows if row.verdict != RIGHT] or rows[:1]:
+        by_reason.setdefault(row.reason, []).append(row)
+    return [
+        replace(first, also=tuple(row.facts for row in others))
+        for first, *others in by_reason.values()
+    ]
+
+
+def evaluations(rank: RankRecord) -> list[LoaderPass]:
+    return [loader_pass for loader_pass in rank.loader_passes if is_evaluation(loader_pass)]
+
+
+def is_evaluation(loader_pass: LoaderPass) -> bool:
+    """Also if gradients are switched off in each batch only, or not at all."""
+    is_complete = loader_pass.ended or loader_pass.batches_given >= loader_pass.limit
+    without_backward = is_complete and not loader_pass.steps and not loader_pass.backwards
+    return bool(
+        loader_pass.batches_given
+        and loader_pass.steps_before
+        and (not loader_pass.with_gradients or without_backward)
+    )
+
+
+def dataset_of(loader_pass: LoaderPass) -> tuple:
+    return (str(loader_pass.fingerprint), loader_pass.dataset_length)
+
+
+def rows_of_dataset(records: list[RankRecord], passes: list[LoaderPass]) -> list[ReportRow]:
+    """passes: the first evaluation of a data set on each rank that evaluates it. The largest
+    mistake comes first."""
+    at, world_size = passes[0].at, len(records)
+    if len(passes) < world_size:
+        ranks = len(passes)
+        return [right(NAME, Says.EVALUATED_BY_SOME, ranks=ranks, world_size=world_size, at=at)]
+    if not all(loader_pass.indices for loader_pass in passes) or not same_dataset(passes):
+        return rows_by_content(records, passes, Says.EVALUATED_UNKNOWN)
+    if all(stops_early(loader_pass) for loader_pass in passes):
+        return [row_of_a_part(passes)]
+    size = sample_count(passes)
+    drawn = [index for loader_pass in passes for index in loader_pass.indices]
+    twice = len(drawn) - len({*drawn})
+    lost = size - len({*drawn, *drawn_beside(records, passes[0])})
+    samples = {"size": size, "at": at, "sampler": passes[0].sampler}
+    if all(len({*loader_pass.indices}) >= NEARLY_ALL * size for loader_pass in passes):
+        return [warning(NAME, Says.EVALUATED_BY_EACH, **samples)]
+    rows = []
+    if not all(map(may_be_summed, records, passes)):
+        rows.append(warning(NAME, Says.EVALUATED_NOT_SUMMED, **samples))
+    if twice and Note.GATHERS_FOR_METRICS not in records[0].notes:
+        rows.append(warning(NAME, Says.EVALUATED_TWICE, twice=twice, **samples))
+    elif lost > 0:
+        rows.append(warning(NAME, Says.EVALUATED_NOT_ALL, lost=lost, **samples))
+    return rows or [right(NAME, Says.EVALUATED_ONCE, **samples)]
+
+
+def rows_by_content(
+    records: list[RankRecord], passes: list[LoaderPass], unknown: Reason
+) -> list[ReportRow]:
+    """Of a stream, or of data sets of which each rank holds another. unknown: what to say if the
+    contents do not tell, either."""
+    at, contents = passes[0].at, [{*loader_pass.checksums} for loader_pass in passes]
+    seen = sum(len(loader_pass.checksums) for loader_pass in passes)
+    size, different = len(set().union(*contents)), sum(map(len, contents))
+    if different < seen / 2 or not all(contents):  # samples that look alike
+        return [not_seen(NAME, unknown, at=at)]
+    facts = {"size": size, "twice": different - size, "at": at}
+    ended = all(loader_pass.ended for loader_pass in passes)
+    if ended and all(of_rank == contents[0] for of_rank in contents):
+        return [warning(NAME, Says.EVALUATED_BY_EACH, **facts)]
+    if different - size > 0.05 * size:
+        return [warning(NAME, Says.EVALUATED_SHARED, **facts)]
+    if all(map(may_be_summed, records, passes)):
+        return [right(NAME, Says.EVALUATED_APART, **facts)]
+    if unknown == Says.EVALUATED_OWN_DATASETS:  # perhaps they are no parts of one
+        return [not_seen(NAME, unknown, at=at)]
+    return [warning(NAME, Says.EVALUATED_NOT_SUMMED, **facts)]
+
+
+def stops_early(loader_pass: LoaderPass) -> bool:
+    """Was it the script, not we, that ended this evaluation before the end of its loader?"""
+    longest = loader_pass.limit * (1 if loader_pass.with_gradients else EVALUATION_FACTOR)
+    given = loader_pass.batches_given
+    return not loader_pass.ended and given < min(loader_pass.batches or 0, longest)
+
+
+def row_of_a_part(passes: list[LoaderPass]) -> ReportRow:
+    """A loop with a break: are its samples those that one rank would take?"""
+    first = passes[0]
+    drawn = [
+        index
+        for loader_pass in passes
+        for index in loader_pass.indices[: loader_pass.batches_given * loader_pass.sizes[0]]
+    ]
+    facts = {
+        "given": first.batches_given, "batches": first.batches,
+        "samples": len({*drawn}), "size": sample_count(passes), "at": first.at,
+    }  # fmt: skip
+    if {*drawn} == {*range(len(drawn))}:
+        return right(NAME, Says.EVALUATED_FIRST_ONES, **facts)
+    return warning(NAME, Says.EVALUATED_OTHERS, **facts)
+
+
+def drawn_beside(records: list[RankRecord], first: LoaderPass) -> set[int]:
+    """What all evaluations of this data set drew between the same two steps: there may be a second
+    loader for the last samples."""
+    passes = [
+        loader_pass
+        for rank in records
+        for loader_pass in evaluations(rank)
+        if dataset_of(loader_pass) == dataset_of(first)
+    ]
+    return {
+        i
+        for loader_pass in passes
+        if loader_pass.steps_before == first.steps_before
+        for i in loader_pass.indices
+    }
+
+
+def may_be_summed(rank: RankRecord, evaluated: LoaderPass) -> bool:
+    """Does a collective follow an evaluation, before training goes on? Those of DDP, or of a
+    BatchNorm layer which was not switched to eval mode, are no sum of results."""
+    later = [each for each in rank.loader_passes if each.number > evaluated.number]
+    trained = [each for each in later if each.with_gradients and not is_evaluation(each)]
+    end = trained[0].collectives_before if trained else len(rank.collectives)
+    calls = [
+        call for call in rank.collectives[evaluated.collectives_before : end] if not call.is_of_ddp
+    ]
+    sums = [call for call in calls if not (call.batchnorm or "barrier" in call.name)]
+    return end >= MOST_COLLECTIVES or bool(sums)
+
+
+CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS)

@@ -1,0 +1,151 @@
+"""Files that several ranks open for writing."""
+
+import filecmp
+import io
+import os
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from prove.checks.base import Check, Seen, Stage
+from prove.judge.reasons import Heading, Reason
+from prove.judge.table import ReportRow, right, warning, wrong
+from prove.rank_record import Mode
+from prove.watch.effects import copy_of
+from prove.watch.rank_run import RankRun, where
+
+NAME = "files"
+MOST_OPENED = 1000  # more are not written down
+MOST_ROWS = 3
+OPENED = "{path} is opened for writing by ranks {ranks!s} ({at})"
+WRITE_ONCE = "if dist.get_rank() == 0, and a barrier before another rank reads it"
+WRITE_OWN = "a name with the rank in it, if each rank keeps something of its own (the state of its "
+WRITE_OWN += "sampler or generator, its metrics)"
+
+
+class Says(Reason):
+    FILE_OF_SEVERAL_RANKS = (OPENED, f"{WRITE_ONCE}; or {WRITE_OWN}", Heading.FILES)
+    FILE_OF_DIFFERENT_CONTENTS = (
+        f"{OPENED}, and they do not write the same",
+        f"{WRITE_OWN}; else {WRITE_ONCE}",
+        Heading.FILES,
+    )
+    FILE_THAT_GROWS = (
+        OPENED,
+        f"{WRITE_ONCE}; meant so only if lines of all ranks may mix",
+        Heading.FILES,
+    )
+    FILE_BEFORE_TRAINING = (
+        OPENED,
+        f"{WRITE_ONCE}; harmless if all ranks write the same, and none reads it meanwhile",
+        Heading.FILES,
+    )
+    FILES_OF_ONE_RANK = "{files} written, each by one rank"
+
+
+class OpenedFile(NamedTuple):
+    path: str
+    mode: str  # as for open(), or "os.open"
+    at: str
+    steps_before: int
+
+
+@dataclass
+class WrittenFiles:
+    """What one rank opens for writing, and what it writes to it."""
+
+    opened: list[OpenedFile] = field(default_factory=list)
+    checksums: dict[str, int] = field(default_factory=dict)  # of what was written, by path
+
+
+class Checksum(io.RawIOBase):
+    """A file that keeps nothing but the checksum of its bytes."""
+
+    number = 0
+
+    def write(self, part: Any) -> int:
+        self.number = zlib.crc32(part, self.number)
+        return len(part)
+
+
+def watch(run: RankRun) -> None:
+    files = run.record.part(WrittenFiles)
+    checksums = files.checksums
+    texts: set[str] = set()  # whose every write is noted
+
+    def note_change(path: str, mode: str | None) -> None:
+        is_lock = path.endswith(".lock")  # which all ranks may open
+        if mode is not None and not is_lock and len(files.opened) < MOST_OPENED:
+            files.opened.append(OpenedFile(path, mode, where(), run.record.steps))
+
+    def note_text(path: str, text: str) -> None:
+        texts.add(path)
+        if text and not run.written:
+            checksums[path] = zlib.crc32(text.encode(errors="replace"), checksums.get(path, 0))
+
+    def note_save(path: str, write_to: Callable[[Any], None]) -> None:
+        if path not in checksums and run.settings.mode == Mode.OBSERVE:
+            checksum = Checksum()
+            write_to(checksum)
+            checksums[path] = checksum.number
+
+    def is_changed(opened: OpenedFile) -> bool:
+        """np.memmap opens with r+ what it only reads, and a logger what it may never write to."""
+        path = opened.path
+        if "w" in opened.mode or "x" in opened.mode or path in checksums:
+            return True
+        copy = copy_of(path, Path(run.settings.folder))
+        both = copy.exists() and os.path.isfile(path)
+        return path not in texts and not (both and filecmp.cmp(path, copy, shallow=False))
+
+    def keep_changed_files() -> None:
+        files.opened = [opened for opened in files.opened if is_changed(opened)]
+
+    run.events.file_changes.append(note_change)
+    run.events.texts.append(note_text)
+    run.events.saves.append(note_save)
+    run.at_end.append(keep_changed_files)
+
+
+def judge(seen: Seen) -> list[ReportRow]:
+    if seen.is_alone:
+        return []
+    files = {rank.rank: rank.part(WrittenFiles) for rank in seen.records}
+    writers: dict[str, dict[int, list[OpenedFile]]] = {}
+    for rank, own in files.items():
+        for opened in own.opened:
+            writers.setdefault(opened.path, {}).setdefault(rank, []).append(opened)
+    rows = []
+    for path, by_rank in writers.items():
+        openings = last_openings_alike([*by_rank.values()])
+        if len(by_rank) < 2 or openings[0].mode == "os.open":  # not truncated: a lock, perhaps
+            continue
+        truncates = all("w" in opened.mode for opened in openings)
+        trained = all(opened.steps_before for opened in openings)
+        facts = {"path": os.path.relpath(path), "ranks": sorted(by_rank), "at": openings[0].at}
+        if not truncates:
+            rows.append(warning(NAME, Says.FILE_THAT_GROWS, **facts))
+        elif not trained:
+            rows.append(warning(NAME, Says.FILE_BEFORE_TRAINING, **facts))
+        elif len({files[rank].checksums.get(path) for rank in by_rank}) > 1:
+            rows.append(wrong(NAME, Says.FILE_OF_DIFFERENT_CONTENTS, **facts))
+        else:
+            rows.append(wrong(NAME, Says.FILE_OF_SEVERAL_RANKS, **facts))
+    if writers and not rows:
+        return [right(NAME, Says.FILES_OF_ONE_RANK, files=len(writers))]
+    return rows[:MOST_ROWS]
+
+
+def last_openings_alike(by_rank: list[list[OpenedFile]]) -> list[OpenedFile]:
+    """The last of each rank; if one appends to what others only make anew, the last of one kind."""
+    kinds = set.intersection(*({"w" in each.mode for each in openings} for openings in by_rank))
+    last = [openings[-1] for openings in by_rank]
+    if not kinds or all(("w" in each.mode) in kinds for each in last):
+        return last
+    kind = kinds.pop()
+    return [[each for each in openings if ("w" in each.mode) == kind][-1] for openings in by_rank]
+
+
+CHECK = Check(NAME, Says, judge, Stage.ANY_RUN, watch)

@@ -1,0 +1,74 @@
+"""Is the loss a finite number, in each backward?
+
+A term that is infinite without a gradient of its own is in no gradient: only the loss shows it.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import LOSS, Mistake
+from prove.judge.reasons import Heading, Reason
+from prove.judge.table import WARNING, ReportRow, warning
+from prove.watch.rank_run import RankRun, where
+
+NAME = "finite loss"
+MOST_LOSSES = 64  # more are not written down
+
+
+class Says(Reason):
+    LOSS_NOT_FINITE = (
+        "the loss is {value} at {at}, first before step {step} (ranks {ranks})",
+        "a logarithm of zero, a division by zero or the mean of nothing: look at the terms of the "
+        "loss in this batch; meant so only if the script leaves such a step out on all ranks",
+        Heading.NAN,
+    )
+
+
+class BadLoss(NamedTuple):
+    value: str
+    at: str
+    steps_before: int
+
+
+@dataclass
+class BadLosses:
+    """The losses of one rank that are no finite numbers."""
+
+    seen: list[BadLoss] = field(default_factory=list)
+
+
+def watch(run: RankRun) -> None:
+    bad = run.record.part(BadLosses).seen
+
+    def note(loss: torch.Tensor) -> None:
+        may_overflow = loss.dtype == torch.float16 and run.record.loss_scale != 1  # GradScaler sees
+        is_plain = loss.numel() == 1 and not hasattr(loss, "full_tensor")
+        if is_plain and not may_overflow and len(bad) < MOST_LOSSES:
+            value = float(loss.detach())
+            if not math.isfinite(value):
+                bad.append(BadLoss(str(value), where(), run.record.steps))
+
+    run.events.backwards.append(note)
+
+
+def judge(seen: Seen) -> list[ReportRow]:
+    bad = [(loss, rank.rank) for rank in seen.records for loss in rank.part(BadLosses).seen]
+    if not bad:
+        return []
+    first, _ = min(bad, key=lambda pair: pair[0].steps_before)
+    ranks = sorted({rank for loss, rank in bad if loss.steps_before == first.steps_before})
+    facts = {"value": first.value, "step": first.steps_before + 1, "at": first.at, "ranks": ranks}
+    return [warning(NAME, Says.LOSS_NOT_FINITE, **facts)]
+
+
+PLANTED = (
+    Mistake(
+        "a term of the loss is the mean of nothing", "plain", WARNING, NAME,
+        ((LOSS, f"{LOSS} + points[labels > 9].mean()"),),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.STEPS, watch, planted=PLANTED)

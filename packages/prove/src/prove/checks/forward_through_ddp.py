@@ -1,0 +1,47 @@
+"""Do the training forwards go through DDP, so that it hears of their backwards?"""
+
+from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import LOSS, Mistake
+from prove.judge.reasons import Heading, Reason
+from prove.judge.table import RIGHT, WRONG, ReportRow, not_seen, right, wrong
+
+NAME = "forward through DDP"
+
+
+class Says(Reason):
+    AROUND_DDP = (
+        "{around} training forwards go around DDP at {places}, {through} through it",
+        "call ddp(x), not ddp.module(x) or model(x)",
+        Heading.LOSS,
+    )
+    THROUGH_DDP = "{forwards:n training forward}"
+    NO_DDP = (
+        "no DDP",
+        "if gradients are averaged by hand, the rows averaged gradients and weights judge it",
+    )
+
+
+def judge(seen: Seen) -> list[ReportRow]:
+    """Forwards around DDP do no harm where the weights are the same on all ranks."""
+    rows, first = [], seen.records[0]
+    weights_differ = any(verdict != RIGHT for verdict in seen.verdicts("weights"))
+    for ddp in first.ddps:
+        if ddp.forwards_around and weights_differ:
+            facts = {
+                "around": sum(ddp.forwards_around.values()), "places": [*ddp.forwards_around],
+                "through": ddp.forwards,
+            }  # fmt: skip
+            rows.append(wrong(NAME, Says.AROUND_DDP, **facts))
+        elif ddp.forwards:
+            rows.append(right(NAME, Says.THROUGH_DDP, forwards=ddp.forwards))
+    return rows if first.ddps else [not_seen(NAME, Says.NO_DDP)]
+
+
+PLANTED = (
+    Mistake(
+        "forward around DDP", "plain", WRONG, NAME,
+        ((LOSS, "F.cross_entropy(ddp.module(points), labels)"),),
+    ),
+)  # fmt: skip
+UNEXPLAINED = frozenset({Says.AROUND_DDP, Says.NO_DDP})
+CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, moot_if_proven=UNEXPLAINED, planted=PLANTED)

@@ -1,0 +1,27 @@
+"""Do the ranks wait for each other for ever, or until one ends and the others lose it?"""
+
+from prove.checks.base import Check, Seen, Stage
+from prove.checks.collectives import ALL_CALL, first_difference, missed_call
+from prove.judge.ends import state_of, wait_for_ever
+from prove.judge.reasons import Heading, Reason
+from prove.judge.table import ReportRow, wrong
+
+NAME = "hang"
+
+
+class Says(Reason):
+    HANG = ("{ranks:; }", f"{ALL_CALL}; and each recv its send", Heading.HANG)
+    HANG_BY_DIFFERENCE = ("{ranks:; }. The first difference: {difference}", ALL_CALL, Heading.HANG)
+
+
+def judge(seen: Seen) -> list[ReportRow]:
+    if seen.is_alone or not wait_for_ever(seen.outcome):
+        return []
+    ranks = [state_of(rank, seen.outcome.hang) for rank in seen.records]
+    calls = [rank.collectives for rank in seen.records]
+    if difference := first_difference(calls) or missed_call(seen.records, calls):
+        return [wrong(NAME, Says.HANG_BY_DIFFERENCE, ranks=ranks, difference=difference)]
+    return [wrong(NAME, Says.HANG, ranks=ranks)]
+
+
+CHECK = Check(NAME, Says, judge, Stage.ANY_RUN)

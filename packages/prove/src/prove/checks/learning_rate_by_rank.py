@@ -1,0 +1,77 @@
+"""Do all ranks step with the same learning rates, and from the same metric?"""
+
+from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import Mistake
+from prove.judge.reasons import Heading, Phrase, Reason
+from prove.judge.table import WRONG, ReportRow, right, warning, wrong
+from prove.judge.wording import phrase
+
+NAME = "learning rate by rank"
+
+
+class Says(Reason):
+    RATES_BY_RANK = (
+        "{rates!s} on the ranks {when}",
+        "the same schedule on all ranks: average what it depends on first",
+        Heading.LOSS,
+    )
+    METRICS_BY_RANK = (
+        "{values:each .4g} on the ranks go into ReduceLROnPlateau, after {steps:n step} ({at})",
+        "average the metric over the ranks first, so that all lower the rate in the same epoch",
+        Heading.LOSS,
+    )
+    METRICS_ALIKE = "the ranks give ReduceLROnPlateau the same {numbers:n number}"
+
+
+def judge(seen: Seen) -> list[ReportRow]:
+    return rows_of_rates(seen) + rows_of_metrics(seen)
+
+
+def rows_of_rates(seen: Seen) -> list[ReportRow]:
+    rates = [
+        (
+            [of_rank.learning_rates for of_rank in step.steps],
+            phrase(Phrase.AT_STEP, step=step.number, at=step.at),
+        )
+        for step in seen.steps
+    ]
+    epochs = zip(*(rank.rates_after_epochs for rank in seen.records), strict=False)
+    rates += [
+        (list(of_ranks), phrase(Phrase.AFTER_EPOCH, epoch=n))
+        for n, of_ranks in enumerate(epochs, start=1)
+    ]
+    for of_ranks, when in rates:
+        if any(of_rank != of_ranks[0] for of_rank in of_ranks):
+            first_rates = [of_rank[0] for of_rank in of_ranks]
+            return [wrong(NAME, Says.RATES_BY_RANK, rates=first_rates, when=when)]
+    return []
+
+
+def rows_of_metrics(seen: Seen) -> list[ReportRow]:
+    """What decides when the rate falls: is it one number for all ranks?"""
+    number = 0
+    for metrics in zip(*(rank.metrics for rank in seen.records), strict=False):
+        values, first = [metric.value for metric in metrics], metrics[0]
+        number += 1
+        if max(values) - min(values) > 1e-6 * max(map(abs, values)):
+            facts = {"values": values, "steps": first.steps_before, "at": first.at}
+            return [warning(NAME, Says.METRICS_BY_RANK, **facts)]
+    return [right(NAME, Says.METRICS_ALIKE, numbers=number)] if number else []
+
+
+PLANTED = (
+    Mistake(
+        "the learning rate differs by rank", "plain", WRONG, NAME,
+        (("lr=0.1", "lr=0.1 * (rank + 1)"),),
+    ),
+    Mistake(
+        "one rank steps the scheduler", "plain", WRONG, NAME,
+        (
+            (
+                "        scheduler.step()\n",
+                "        if rank == 0:\n            scheduler.step()\n",
+            ),
+        ),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, planted=PLANTED)

@@ -1,0 +1,34 @@
+"""Do all ranks multiply their loss by the same scale?"""
+
+from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import Mistake
+from prove.judge.reasons import Phrase, Reason
+from prove.judge.table import WRONG, ReportRow, wrong
+from prove.judge.wording import phrase
+
+NAME = "loss scale"
+
+
+class Says(Reason):
+    LOSS_SCALES_BY_RANK = (
+        "{scales!s} on the ranks {when}",
+        "the same GradScaler settings on all ranks",
+    )
+
+
+def judge(seen: Seen) -> list[ReportRow]:
+    for step in seen.steps:
+        scales = [of_rank.loss_scale for of_rank in step.steps]
+        if len({*scales}) > 1:
+            when = phrase(Phrase.AT_STEP, step=step.number, at=step.at)
+            return [wrong(NAME, Says.LOSS_SCALES_BY_RANK, scales=scales, when=when)]
+    return []
+
+
+PLANTED = (
+    Mistake(
+        "the loss scale differs by rank", "amp", WRONG, NAME,
+        (("init_scale=1024.0", "init_scale=1024.0 * (rank + 1)"),),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, planted=PLANTED)

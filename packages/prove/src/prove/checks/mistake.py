@@ -1,0 +1,30 @@
+"""A mistake that is planted in a script: what a check must find, and with which verdict."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A list of texts to replace in one of the scripts of packages/prove/evidence/planted.
+
+    With an original, which is also a list of texts to replace, prove compares the script with that.
+    """
+
+    name: str
+    script: str
+    verdict: str
+    check: str
+    changes: tuple[tuple[str, str], ...]
+    original: tuple[tuple[str, str], ...] = ()
+
+
+# What several mistakes replace in plain.py, and by what
+STEP = "            optimizer.step()\n"
+LOSS = "F.cross_entropy(ddp(points), labels)"
+NO_DDP = (
+    ("ddp = DDP(build_model())", "ddp = build_model()\n    object.__setattr__(ddp, 'module', ddp)"),
+)
+AVERAGE = """            for p in ddp.parameters():
+                dist.all_reduce(p.grad)
+                p.grad /= world_size
+"""

@@ -1,0 +1,57 @@
+"""Do the ranks hold the same data set, before a sampler deals it out?"""
+
+from prove.checks.base import Check, Seen, Stage
+from prove.checks.samples import LOADER, data_sets_in_parts, facts_by_content
+from prove.judge.loader_passes import (
+    differing_fields,
+    passes_by_data_set,
+    same_on_all_ranks,
+    share_one_data_set,
+)
+from prove.judge.reasons import Heading, Reason
+from prove.judge.table import ReportRow, warning, wrong
+
+NAME = "one data set"
+
+
+class Says(Reason):
+    FIELDS_DIFFER = (
+        f"sample 0 has the same input on all ranks, and another {{names}} ({LOADER})",
+        "number the labels in an order that all ranks share: sorted(set(names)), and zlib.crc32 or "
+        "hashlib where the script calls hash(), which each process salts anew",
+        Heading.LOSS,
+    )
+    DATA_SETS_DIFFER = (
+        f"sample 0 differs between the ranks, and DistributedSampler splits it again ({LOADER})",
+        "if each rank has files of its own, RandomSampler in its place; else make the data with "
+        "the same seed on all ranks",
+        Heading.LOSS,
+    )
+
+
+def judge_fields(seen: Seen) -> list[ReportRow]:
+    """Are the labels the same on all ranks, where the inputs are?"""
+    rows = []
+    for epochs in passes_by_data_set(seen.records) if share_one_data_set(seen.records) else []:
+        first = epochs[0][0]
+        if names := differing_fields(epochs[0]):
+            says = wrong if first.sampler == "DistributedSampler" else warning
+            facts = {"names": names, "at": first.at, "sampler": first.sampler}
+            rows.append(says(NAME, Says.FIELDS_DIFFER, **facts))
+    return rows
+
+
+def judge_contents(seen: Seen) -> list[ReportRow]:
+    """Does a DistributedSampler divide what is another data set on each rank?"""
+    return [
+        warning(NAME, Says.DATA_SETS_DIFFER, **facts_by_content(passes))
+        for passes in data_sets_in_parts(seen.records)
+        if passes[0].fingerprint
+        and passes[0].sampler == "DistributedSampler"
+        and same_on_all_ranks(passes, "dataset_length")
+        and not differing_fields(passes)
+    ]
+
+
+FIELDS = Check(NAME, Says, judge_fields, Stage.ALL_RECORDS)  # before the check of samples
+CONTENTS = Check(NAME, Says, judge_contents, Stage.ALL_RECORDS)

@@ -1,0 +1,58 @@
+"""Has each epoch an order of its own?"""
+
+from prove.checks.base import Check, Seen, Stage
+from prove.judge.reasons import Heading, Reason
+from prove.judge.table import ReportRow, not_seen, right, warning, wrong
+
+NAME = "order of an epoch"
+
+
+class Says(Reason):
+    NO_SECOND_EPOCH = (
+        "there was no second epoch over the loader at {at}",
+        "let the script train for two epochs or more in this proof",
+    )
+    ORDER_CHANGES = "epochs 1 and 2 differ"
+    DATA_CHANGES = "the data set itself changes from epoch to epoch"
+    EPOCH_NOT_SET = (
+        "epochs 1 and 2 have the same order: loader at {at}, sampler {sampler}",
+        "sampler.set_epoch(epoch) before each epoch",
+        Heading.SAME_ORDER,
+    )
+    ORDER_FIXED = "fixed, and no shuffling was asked for"
+    ORDER_REPEATS = (
+        "epochs 1 and 2 have the same order: loader at {at}, sampler {sampler}",
+        "another order in each epoch; meant so only if the order is part of the data",
+        Heading.SAME_ORDER,
+    )
+
+
+def judge(seen: Seen) -> list[ReportRow]:
+    if not seen.epochs:
+        return []
+    first, *others = seen.epochs
+    later = [of_ranks for of_ranks in others if of_ranks[0].dataset == first[0].dataset]
+    if not later:
+        return [not_seen(NAME, Says.NO_SECOND_EPOCH, at=first[0].at)]
+    epochs = list(zip(first, later[0], strict=True))  # the first two, of each rank
+    by_index = all(loader_pass.samples_file for loader_pass in (*first, *later[0]))
+    if by_index and any(one.indices != two.indices for one, two in epochs):
+        return [right(NAME, Says.ORDER_CHANGES)]
+    loader_pass = first[0]
+    if any(one.checksums != two.checksums for one, two in epochs):
+        if not by_index:
+            return [right(NAME, Says.ORDER_CHANGES)]
+        if not any(loader_pass.drew) and not loader_pass.workers:
+            return [right(NAME, Says.DATA_CHANGES)]
+    loader = {"at": loader_pass.at, "sampler": loader_pass.sampler}
+    asked = loader_pass.sampler == "DistributedSampler" and loader_pass.shuffle
+    if asked or loader_pass.sampler == "RandomSampler":
+        return [wrong(NAME, Says.EPOCH_NOT_SET, **loader)]
+    if loader_pass.shuffle is False or (
+        by_index and loader_pass.indices == sorted(loader_pass.indices)
+    ):
+        return [right(NAME, Says.ORDER_FIXED)]
+    return [warning(NAME, Says.ORDER_REPEATS, **loader)]
+
+
+CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS)

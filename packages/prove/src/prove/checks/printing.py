@@ -1,0 +1,39 @@
+"""Do all ranks print the same lines while they train, alike but for the numbers in them?"""
+
+from prove.checks.base import Check, Seen, Stage
+from prove.judge.reasons import Heading, Reason
+from prove.judge.table import ReportRow, warning
+from prove.judge.wording import NUMBER, phrase
+from prove.rank_record import RankRecord
+
+NAME = "printing"
+
+
+class Says(Reason):
+    PRINTED_BY_ALL = (
+        "all ranks print {lines}",
+        "if dist.get_rank() == 0; meant so only if each rank reports on itself",
+        Heading.PRINTS,
+    )
+
+
+def judge(seen: Seen) -> list[ReportRow]:
+    if seen.is_alone:
+        return []
+    common = set.intersection(*(set(lines_of(rank)) for rank in seen.records))
+    if not common:
+        return []
+    places = dict(line for line in reversed(lines_of(seen.records[0])) if line in common)
+    lines = [
+        phrase('"{text}" ({at})', text=text[:50], at=at) for at, text in sorted(places.items())
+    ]
+    return [warning(NAME, Says.PRINTED_BY_ALL, lines=lines)]
+
+
+def lines_of(rank: RankRecord) -> list[tuple[str, str]]:
+    """The place and the text, without its numbers, of each line that a rank prints."""
+    lines = [line for line in rank.printed if line.steps_before and line.on_terminal]
+    return [(line.at, NUMBER.sub("#", line.text)) for line in lines]
+
+
+CHECK = Check(NAME, Says, judge, Stage.ANY_RUN)

@@ -1,0 +1,331 @@
+"""Do the ranks train on the samples of one process, each on its own part?"""
+
+from collections import Counter
+from typing import Any
+
+from prove.checks.base import Check, Seen, Stage
+from prove.judge.loader_passes import (
+    NEARLY_ALL,
+    compared_by_index,
+    compute_the_same,
+    passes_by_data_set,
+    place_of,
+    rows_are_split,
+    same_dataset,
+    same_on_all_ranks,
+    sample_count,
+    share_one_data_set,
+)
+from prove.judge.reasons import Heading, Reason
+from prove.judge.table import ORDER, ReportRow, not_seen, right, warning, wrong
+from prove.judge.wording import phrase
+from prove.rank_record import LoaderPass, RankRecord
+
+NAME = "samples"
+BY_CHANCE = 1e-6  # how rarely two ranks may have the same labels in the same order
+LOADER = "the loader at {at}, sampler {sampler}"
+OVERLAP = (
+    f"{{together}} of {{size}} samples are seen in an epoch, {{twice}} of them twice ({LOADER})"
+)
+SHARED = "{share:.0%} of the first {seen} samples are those of another rank, by content "
+SHARED += f"({LOADER}; {{kind}})"
+SHARD = "DataLoader(dataset, sampler=DistributedSampler(dataset)), or split the data by rank"
+SHARD_STREAM = (
+    "split by rank and by worker in __iter__: islice(all_samples, rank, None, world_size)"
+)
+SAME_ORDER_FIRST = "before the split, shuffle files or samples with a seed that all ranks share, "
+SAME_ORDER_FIRST += "such as the epoch without the rank"
+OTHER_GRADIENTS = ", but compute other gradients from them"
+OWN_DRAWS = (
+    "meant so if each rank draws its own completions, actions or noise for them, as GRPO does"
+)
+TOLD_APART = "prove it with samples that differ, or with a data set that is read by index"
+
+
+class Says(Reason):
+    NO_INPUTS = (
+        "no step in a pass over a DataLoader, nor a call of a model with tensors",
+        "let it make steps on batches of a DataLoader, or on what model(x) gets",
+    )
+    ONE_INPUT = (
+        "no DataLoader; the ranks call the model with one tensor, the same in all calls",
+        "if these are the training data, give each rank its rows: x[rank::world_size]",
+    )
+    SAME_INPUTS = (
+        "all ranks call the model with the same tensors, {calls} times",
+        "seed by rank, or split the data by rank",
+        Heading.LOSS,
+    )
+    SAME_INPUTS_OTHER_GRADIENTS = (
+        f"all ranks call the model with the same tensors, {{calls}} times{OTHER_GRADIENTS}",
+        f"{OWN_DRAWS}; else seed by rank, or split the data by rank",
+        Heading.LOSS,
+    )
+    DIFFERENT_INPUTS = "no DataLoader; the ranks call the model with different tensors"
+    ROWS_SPLIT = f"all ranks load the same batches, and each takes its part ({LOADER})"
+    SAME_SAMPLES = (
+        f"all ranks draw the same samples in the same order: {LOADER}",
+        SHARD,
+        Heading.LOSS,
+    )
+    SAME_SAMPLES_OTHER_GRADIENTS = (
+        f"all ranks draw the same samples in the same order{OTHER_GRADIENTS}: {LOADER}",
+        f"{OWN_DRAWS}; else {SHARD}",
+        Heading.LOSS,
+    )
+    SUBSETS_DIFFER = (
+        "the ranks split the data set differently: {missing} of the {own} samples in rank 0's "
+        f"training set are not in that of another rank, which may test on them ({LOADER})",
+        "give random_split a generator with the same seed on all ranks",
+        Heading.LOSS,
+    )
+    WITH_REPLACEMENT = "{sampler} draws with replacement, other samples per rank"
+    SAMPLES_LEFT_OUT = (
+        f"{{together}} of {{size}} samples are in an epoch, {{lost}} in that of no rank ({LOADER})",
+        "meant so only if the others are left out on purpose",
+    )
+    SAMPLES_SPLIT = f"{{counts: + }} of {{size}} samples, {{twice}} of them twice ({LOADER})"
+    ALL_SAMPLES_EACH = (
+        "each rank draws all {size} samples, in another order: an epoch is {world_size} epochs "
+        f"({LOADER})",
+        f"{SHARD}; meant so only if the number of epochs was divided, too",
+        Heading.LOSS,
+    )
+    SAMPLERS_DISAGREE = (
+        OVERLAP,
+        "the same seed for the sampler of all ranks, and the right num_replicas and rank",
+        Heading.LOSS,
+    )
+    SAMPLES_OVERLAP = (
+        OVERLAP,
+        SHARD,
+        Heading.LOSS,
+    )
+    SAME_CONTENTS = (
+        f"all ranks draw the same {{seen}} samples in the same order ({LOADER}; {{kind}})",
+        SHARD,
+        Heading.LOSS,
+    )
+    SAME_STREAM = (
+        f"all ranks draw the same {{seen}} samples in the same order ({LOADER}; {{kind}})",
+        f"{SHARD_STREAM}; if it is split and was resumed, save its position for each rank",
+        Heading.LOSS,
+    )
+    SAME_CONTENTS_OTHER_GRADIENTS = (
+        f"all ranks draw the same {{seen}} samples in the same order{OTHER_GRADIENTS} ({LOADER}; "
+        "{kind})",
+        f"{OWN_DRAWS}; else {SHARD_STREAM}",
+        Heading.LOSS,
+    )
+    CONTENTS_UNKNOWN = (
+        f"samples cannot be told apart ({LOADER}; {{kind}})",
+        TOLD_APART,
+    )
+    STREAM_NOT_SPLIT = (
+        f"{SHARED}; they only come in another order",
+        SHARD_STREAM,
+        Heading.LOSS,
+    )
+    STREAM_SPLIT_DIFFERENTLY = (
+        f"{SHARED}; no rank has all of them",
+        SAME_ORDER_FIRST,
+        Heading.LOSS,
+    )
+    CONTENTS_SHARED = (
+        SHARED,
+        f"if nothing splits it yet, {SHARD_STREAM}; else {SAME_ORDER_FIRST}",
+        Heading.LOSS,
+    )
+    PARTS_SHARED = (
+        SHARED,
+        "shuffle and split with a seed that all ranks share, random_split too; then each rank "
+        "takes range(rank, n, world_size) of one list",
+        Heading.LOSS,
+    )
+    SAME_LABELS = (
+        "all ranks draw the same {seen} labels in the same order, with other inputs, as the random "
+        f"numbers of each rank may make them ({LOADER}; {{kind}})",
+        f"if nothing splits it yet, {SHARD_STREAM}; meant so only if the order of the labels is "
+        "fixed for every rank",
+        Heading.LOSS,
+    )
+    CONTENTS_SPLIT = "{share:.0%} of {seen} samples are shared ({kind})"
+
+
+def judge(seen: Seen) -> list[ReportRow]:
+    if not share_one_data_set(seen.records):
+        return []
+    data_sets = passes_by_data_set(seen.records)
+    if not data_sets:
+        return [row_of_inputs(seen.records)]
+    return [row_of_data_set(seen.records, epochs) for epochs in data_sets]
+
+
+def row_of_inputs(records: list[RankRecord]) -> ReportRow:
+    """Of a script without a DataLoader: do the ranks call the model with different tensors?"""
+    inputs = [[call.checksum for call in rank.model_calls] for rank in records]
+    if not all(inputs) or not records[0].steps:
+        return not_seen(NAME, Says.NO_INPUTS)
+    if any(of_rank != inputs[0] for of_rank in inputs):
+        return right(NAME, Says.DIFFERENT_INPUTS)
+    if len({*inputs[0]}) < 2:
+        return not_seen(NAME, Says.ONE_INPUT)
+    if compute_the_same(records, []):
+        return wrong(NAME, Says.SAME_INPUTS, calls=len(inputs[0]))
+    return warning(NAME, Says.SAME_INPUTS_OTHER_GRADIENTS, calls=len(inputs[0]))
+
+
+def row_of_data_set(records: list[RankRecord], epochs: list[list[LoaderPass]]) -> ReportRow:
+    passes, are_split = epochs[0], rows_are_split(records)
+    if not compared_by_index(passes):
+        return row_by_content(records, epochs, are_split)
+    if are_split:
+        return right(NAME, Says.ROWS_SPLIT, at=passes[0].at, sampler=passes[0].sampler)
+    by_epoch = [
+        row_by_index(records, of_ranks, number)
+        for number, of_ranks in enumerate(epochs, start=1)
+        if all(loader_pass.indices for loader_pass in of_ranks)
+    ]
+    return min(by_epoch, key=lambda row: ORDER.index(row.verdict))
+
+
+def row_by_index(records: list[RankRecord], passes: list[LoaderPass], number: int) -> ReportRow:
+    """number: of these passes, among those over their data set."""
+    first, world_size = passes[0], len(passes)
+    loader = {"at": place_of(first, number), "sampler": first.sampler}
+    trained = [
+        loader_pass.indices[: sum(loader_pass.sizes[: loader_pass.batches_given])]
+        for loader_pass in passes
+    ]
+    if all(indices == trained[0] for indices in trained) and len({*trained[0]}) > 1:
+        # What is drawn while they are loaded is augmentation; what a step draws may be its purpose.
+        is_augmented = not same_on_all_ranks(passes, "checksums")
+        if is_augmented or compute_the_same(records, passes):
+            return wrong(NAME, Says.SAME_SAMPLES, **loader)
+        return warning(NAME, Says.SAME_SAMPLES_OTHER_GRADIENTS, **loader)
+    drawn = [{*loader_pass.indices} for loader_pass in passes]
+    together, size = len(set().union(*drawn)), sample_count(passes)
+    twice, lost = sum(map(len, drawn)) - together, size - together
+    parts = [loader_pass.may_draw for loader_pass in passes if loader_pass.may_draw is not None]
+    if len(parts) == world_size and len(drawn[0] & drawn[1]) > 1:
+        own = len(parts[0])
+        if missing := own - len(set.intersection(*parts)):
+            return wrong(NAME, Says.SUBSETS_DIFFER, own=own, missing=missing, **loader)
+    if any(map(draws_with_replacement, passes)):
+        return right(NAME, Says.WITH_REPLACEMENT, sampler=first.sampler)
+    padding = world_size * (1 + max(first.sizes))
+    facts = {"together": together, "size": size, "twice": twice, "lost": lost, **loader}
+    if twice <= padding and lost > 2 * padding:
+        return warning(NAME, Says.SAMPLES_LEFT_OUT, **facts)
+    if twice <= padding:
+        return right(NAME, Says.SAMPLES_SPLIT, counts=[*map(len, drawn)], **facts)
+    if min(map(len, drawn)) >= NEARLY_ALL * size:
+        return warning(NAME, Says.ALL_SAMPLES_EACH, world_size=world_size, **facts)
+    if first.sampler == "DistributedSampler":
+        return wrong(NAME, Says.SAMPLERS_DISAGREE, **facts)
+    return warning(NAME, Says.SAMPLES_OVERLAP, **facts)
+
+
+def draws_with_replacement(loader_pass: LoaderPass) -> bool:
+    """A sampler that gives all samples twice, as two epochs in one, does not."""
+    if "Weighted" in loader_pass.sampler:
+        return True
+    times = Counter(loader_pass.indices)
+    return len(times) < 0.9 * len(loader_pass.indices) and len({*times.values()}) > 1
+
+
+def row_by_content(
+    records: list[RankRecord], epochs: list[list[LoaderPass]], are_split: bool
+) -> ReportRow:
+    """For streams, and for data sets of which each rank holds another: no indices to compare."""
+    passes = epochs[0]
+    first, facts = passes[0], facts_by_content(passes)
+    if draw_alike(passes) and not are_split:
+        if not compute_the_same(records, passes):
+            return warning(NAME, Says.SAME_CONTENTS_OTHER_GRADIENTS, **facts)
+        reason = Says.SAME_STREAM if first.is_stream else Says.SAME_CONTENTS
+        return wrong(NAME, reason, **facts)
+    if not contents_tell(passes):
+        return not_seen(NAME, Says.CONTENTS_UNKNOWN, **facts)
+    share = max(
+        share_in_common(of_ranks[0].checksums, other.checksums)
+        for of_ranks in epochs
+        for other in of_ranks[1:]
+    )
+    if share > 0.05:
+        is_same = share > 0.5 and compute_the_same(records, passes)
+        says = wrong if is_same and not are_split else warning
+        has_ended = all(own.ended for own in passes)
+        reason = reason_of_shared_stream(share, has_ended)
+        reason = reason if first.is_stream else Says.PARTS_SHARED
+        return says(NAME, reason, share=share, **facts)
+    if have_the_same_labels(passes):
+        return warning(NAME, Says.SAME_LABELS, **facts)
+    return right(NAME, Says.CONTENTS_SPLIT, share=share, **facts)
+
+
+def facts_by_content(passes: list[LoaderPass]) -> dict[str, Any]:
+    """The loader, how many samples were compared, and why only by their contents."""
+    first = passes[0]
+    kind = phrase("an IterableDataset" if first.is_stream else "another data set on each rank")
+    if not first.is_stream and same_dataset(passes):
+        kind = phrase("{sampler} is too long to list", sampler=first.sampler)
+    seen = len(first.checksums)
+    return {"at": first.at, "sampler": first.sampler, "kind": kind, "seen": seen}
+
+
+def draw_alike(passes: list[LoaderPass]) -> bool:
+    """Do all ranks draw the same samples in the same order, and so many that it is no chance?"""
+    checksums = passes[0].checksums
+    are_many = len(checksums) >= 20 and len({*checksums}) >= 5  # samples may come again
+    return are_many and same_on_all_ranks(passes, "checksums")
+
+
+def contents_tell(passes: list[LoaderPass]) -> bool:
+    checksums = passes[0].checksums
+    return bool(checksums) and len({*checksums}) >= len(checksums) / 2
+
+
+def data_sets_in_parts(records: list[RankRecord]) -> list[list[LoaderPass]]:
+    """The first pass over each data set that is compared by content, and of which the ranks draw
+    different samples."""
+    if not share_one_data_set(records):
+        return []
+    first_passes = [epochs[0] for epochs in passes_by_data_set(records)]
+    are_split = rows_are_split(records)
+    return [
+        passes
+        for passes in first_passes
+        if not compared_by_index(passes)
+        and contents_tell(passes)
+        and (are_split or not draw_alike(passes))
+    ]
+
+
+def have_the_same_labels(passes: list[LoaderPass]) -> bool:
+    """In the same order, which is no chance; and the inputs may differ by what a rank draws."""
+    draws = any(own.workers_drew or any(own.drew) for own in passes)
+    if not draws or not same_on_all_ranks(passes, "labels"):
+        return False
+    labels = passes[0].labels
+    by_chance = sum((times / len(labels)) ** 2 for times in Counter(labels).values())
+    return bool(labels) and by_chance ** len(labels) < BY_CHANCE
+
+
+def reason_of_shared_stream(share: float, has_ended: bool) -> Says:
+    """Is it not split at all, or in another order on each rank? Of a split one, no rank has all,
+    and the first samples of two ranks are not nearly the same."""
+    if share > NEARLY_ALL:
+        return Says.STREAM_NOT_SPLIT
+    return Says.STREAM_SPLIT_DIFFERENTLY if has_ended else Says.CONTENTS_SHARED
+
+
+def share_in_common(checksums: list[int], others: list[int]) -> float:
+    """The share of samples with the same content; 0 if the samples are too much alike to tell."""
+    own, other = {*checksums}, {*others}
+    if not other or len(other) < len(others) / 2:
+        return 0.0
+    return len(own & other) / min(len(own), len(other))
+
+
+CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS)

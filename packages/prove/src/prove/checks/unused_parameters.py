@@ -1,0 +1,95 @@
+"""Does each parameter get a gradient, and on all ranks? Without one, DDP may stop a rank."""
+
+import re
+
+from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import Mistake
+from prove.judge.ends import error_is
+from prove.judge.reasons import Heading, Reason
+from prove.judge.steps import parameter_names
+from prove.judge.table import WARNING, ReportRow, warning, wrong
+from prove.judge.wording import phrase
+from prove.rank_record import DDPRecord
+
+NAME = "unused parameters"
+REDUCTION_STOPPED = re.compile("Expected to have finished reduction in the prior iteration")
+
+
+class Says(Reason):
+    REDUCTION_UNFINISHED = (
+        "on rank {ranks}, some parameters got no gradient in the step before{names}, so DDP stops "
+        "it after {steps:n step} ({at})",
+        "let all parameters take part on every rank, also where a batch has no targets "
+        "(+ 0 * output.sum()); or find_unused_parameters=True",
+        Heading.UNUSED,
+    )
+    PARAMETERS_UNUSED = (
+        "no gradient ever reached {names}",
+        "use them, or freeze them",
+        Heading.UNUSED,
+    )
+    PARAMETERS_OF_SOME = (
+        "{names} got a gradient on rank {ranks} only (step {step} at {at}): for DDP, it is zero on "
+        "the others, and the mean is over all ranks",
+        "let all ranks use the same parameters in a step: what is decided for a batch must be "
+        "decided alike; meant so if the loss divides by a number of all ranks",
+        Heading.LOSS,
+    )
+
+
+def judge_end(seen: Seen) -> list[ReportRow]:
+    """DDP itself has stopped a rank."""
+    stopped = [rank for rank in seen.records if error_is(rank, REDUCTION_STOPPED)]
+    if seen.is_alone or not stopped or (error := stopped[0].error) is None:
+        return []
+    unused = [name for ddp in stopped[0].ddps for name in ddp.not_in_last_step]
+    facts = {
+        "ranks": [rank.rank for rank in stopped], "steps": stopped[0].steps, "at": error.at,
+        "names": phrase(" ({names})", names=unused) if unused else phrase(""),
+    }  # fmt: skip
+    return [wrong(NAME, Says.REDUCTION_UNFINISHED, **facts)]
+
+
+def rows_of(ddp: DDPRecord) -> list[ReportRow]:
+    """No step has a gradient of some parameters; optimizer.py asks, for each model in turn."""
+    unused = [name for name in ddp.without_gradient if name not in ddp.in_no_optimizer]
+    return [warning(NAME, Says.PARAMETERS_UNUSED, names=unused)] if unused and ddp.forwards else []
+
+
+def judge_steps(seen: Seen) -> list[ReportRow]:
+    """Only some ranks have a gradient of some parameters."""
+    for step in seen.steps:
+        local = step.by_parameter("local_gradients")
+        without = [tuple(gradient is None for gradient in of_ranks) for of_ranks in local]
+        mixed = next((ranks for ranks in without if any(ranks) and not all(ranks)), None)
+        if mixed:
+            numbers = [number for number, ranks in enumerate(without) if ranks == mixed]
+            facts = {
+                "names": parameter_names(step.optimizer, numbers),
+                "ranks": [rank for rank, has_none in enumerate(mixed) if not has_none],
+                "step": step.number, "at": step.at,
+            }  # fmt: skip
+            return [warning(NAME, Says.PARAMETERS_OF_SOME, **facts)]
+    return []
+
+
+PLANTED = (
+    Mistake(
+        "parameters that get no gradient", "plain", WARNING, NAME,
+        (
+            (
+                "ddp = DDP(build_model())",
+                "model = build_model()\n    model[0].spare = nn.Linear(2, 2)\n"
+                "    ddp = DDP(model, find_unused_parameters=True)",
+            ),
+        ),
+    ),
+)  # fmt: skip
+STOPPED = Check(NAME, Says, judge_end, Stage.ANY_RUN, planted=PLANTED)
+USED_BY_SOME = Check(
+    NAME,
+    Says,
+    judge_steps,
+    Stage.ONE_MODEL,
+    moot_if_proven=frozenset({Says.PARAMETERS_OF_SOME}),
+)

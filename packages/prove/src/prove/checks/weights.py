@@ -1,0 +1,203 @@
+"""Do all ranks hold the same weights, after each step?
+
+What moves is compared, whoever has moved it: an optimizer, or the script itself.
+"""
+
+from typing import NamedTuple
+
+from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import AVERAGE, LOSS, NO_DDP, STEP, Mistake
+from prove.judge.reasons import Heading, Reason
+from prove.judge.steps import StepOfRanks, differ
+from prove.judge.table import WRONG, ReportRow, not_seen, right, warning, wrong
+from prove.judge.wording import phrase
+from prove.rank_record import Projection, RankRecord
+
+NAME = "weights"
+APART = "{apart} of {tensors} tensors differ between the ranks {when}: {names} ({at})"
+WAS_FROZEN = "frozen when DDP was made ({wrapped_at}), so DDP does not average it"
+WRAP_AGAIN = "wrap the model in DDP again after unfreezing"
+
+
+class Says(Reason):
+    MODEL_IS_DIVIDED = (
+        "the ranks hold different parts of the model, or work in groups",
+        "prove it without model-parallel layers and groups; or let the row one rank decide",
+    )
+    WEIGHTS_ALIKE = "the same on all ranks after {steps:n step}"
+    WEIGHTS_AVERAGED_LATER = (
+        f"{APART}, and agree again later",
+        "meant so only for local SGD, which averages weights now and then",
+        Heading.LOSS,
+    )
+    WEIGHTS_OUTSIDE_DDP = (
+        f"{APART}; DDP does not hold {{outside}}",
+        "wrap one module that holds all trained parameters",
+        Heading.LOSS,
+    )
+    WEIGHTS_UNFROZEN = (f"{APART}; {WAS_FROZEN}", WRAP_AGAIN, Heading.LOSS)
+    WEIGHTS_DIFFER = (
+        APART,
+        "DDP, or broadcast all weights once and average all gradients in each step",
+        Heading.LOSS,
+    )
+
+
+def judge(seen: Seen) -> list[ReportRow]:
+    if len(seen.records) == 1 or seen.verdicts("zero gradients"):
+        return []
+    if seen.model_is_divided():
+        return [not_seen(NAME, Says.MODEL_IS_DIVIDED)]
+    if not seen.steps:
+        return []
+    weights = [each for each in held_weights(seen.records, seen.steps) if each.moved or each.at]
+    differing = [each for each in weights if each.differs_at]
+    if not differing:
+        return [right(NAME, Says.WEIGHTS_ALIKE, steps=len(seen.steps))]
+    for_good = [each for each in differing if not each.agrees_later]
+    shown = for_good or differing
+    first = min(each.differs_at[0] for each in shown)
+    shown = [each for each in shown if each.differs_at[0] == first]
+    after = phrase("after step {step}", step=first)
+    facts = {
+        "apart": len(shown), "tensors": len(weights), "at": shown[0].at, "step": first,
+        "names": [each.name for each in shown],
+        "when": after if first else phrase("before the first step"),
+    }  # fmt: skip
+    if not for_good:
+        return [warning(NAME, Says.WEIGHTS_AVERAGED_LATER, **facts)]
+    if all(each.unfrozen for each in shown):
+        return [wrong(NAME, Says.WEIGHTS_UNFROZEN, wrapped_at=shown[0].unfrozen, **facts)]
+    outside = [each.name for each in shown if not each.in_ddp]
+    if outside and any(each.in_ddp for each in weights):
+        return [wrong(NAME, Says.WEIGHTS_OUTSIDE_DDP, outside=outside, **facts)]
+    return [wrong(NAME, Says.WEIGHTS_DIFFER, **facts)]
+
+
+class HeldWeights(NamedTuple):
+    """What the ranks hold of one parameter after so many steps of the run, as time goes by."""
+
+    name: str
+    in_ddp: bool
+    at: str  # of its first step
+    held: list[tuple[int, tuple[Projection, ...]]]
+    unfrozen: str = ""  # where the DDP was made that found it frozen, and so does not average it
+
+    @property
+    def differs_at(self) -> list[int]:
+        return [steps for steps, of_ranks in self.held if differ(of_ranks)]
+
+    @property
+    def agrees_later(self) -> bool:
+        first = self.differs_at[0]
+        return any(steps > first and not differ(of_ranks) for steps, of_ranks in self.held)
+
+    @property
+    def moved(self) -> bool:
+        """On some rank."""
+        return any(differ(of_rank) for of_rank in zip(*(own for _, own in self.held), strict=True))
+
+
+def held_weights(records: list[RankRecord], steps: list[StepOfRanks]) -> list[HeldWeights]:
+    """Between two batches, of each parameter of a trained module; if none of these moves, after
+    each step, of what the optimizers hold."""
+    places = {key: step.at for step in reversed(steps) for key in step.optimizer.keys}
+    in_ddp = {key for ddp in records[0].ddps for key in ddp.keys}
+    unfrozen = unfrozen_parameters(records[0])
+    common = sorted(set.intersection(*({*rank.weights} for rank in records)))
+    weights = {}
+    for key in dict.fromkeys(key for count in common for key in records[0].weights[count]):
+        held = [
+            (count, tuple(rank.weights[count][key] for rank in records))
+            for count in common
+            if all(key in rank.weights[count] for rank in records)
+        ]
+        if len(held) > 1:
+            name = key.partition(": ")[2]
+            at, frozen_at = places.get(key, ""), unfrozen.get(key, "")
+            weights[key] = HeldWeights(name, key in in_ddp, at, held, frozen_at)
+    if any(each.moved for each in weights.values()):
+        return [*weights.values()]  # beside these, a rank may hold its part of the masters
+    return [*weights.values(), *held_by_optimizers(steps, {*weights})]
+
+
+def unfrozen_parameters(first: RankRecord) -> dict[str, str]:
+    """Where the DDP was made that found each of them frozen, by their keys."""
+    return {key: ddp.at for ddp in first.ddps for key in ddp.unfrozen}
+
+
+def held_by_optimizers(steps: list[StepOfRanks], known: set[str]) -> list[HeldWeights]:
+    """Of parameters that are none of `known`."""
+    found: dict[tuple[int, int], HeldWeights] = {}
+    for step in steps:
+        optimizer = step.optimizer
+        after, before = step.by_parameter("weights_after"), step.by_parameter("weights_before")
+        for number, name in enumerate(optimizer.names):
+            if optimizer.keys[number] in known:
+                continue
+            begin = [(step.number - 1, before[number])]
+            fresh = HeldWeights(name, number not in optimizer.outside_ddp, step.at, begin)
+            own = found.setdefault((id(optimizer), number), fresh)
+            own.held.append((step.number, after[number]))
+    return list(found.values())
+
+
+IN_STEP = "                average(p.grad)\n"  # the step of own_step.py
+PARAMS = "    params = list(model.parameters())\n"
+UNFROZEN = "    model[0].requires_grad_(False)\n"
+UNFROZEN += "    ddp = nn.parallel.DistributedDataParallel(model)\n"
+PLANTED = (
+    Mistake("no DDP", "plain", WRONG, NAME, NO_DDP),
+    Mistake(
+        "trained parameters outside of DDP", "plain", WRONG, NAME,
+        (
+            (
+                "ddp = DDP(build_model())",
+                "ddp = DDP(build_model())\n    head = nn.Linear(3, CLASSES)",
+            ),
+            ("ddp.parameters(), lr", "[*ddp.parameters(), *head.parameters()], lr"),
+            (LOSS, "F.cross_entropy(head(ddp(points)), labels)"),
+        ),
+    ),
+    Mistake(
+        "no broadcast of the first weights", "plain", WRONG, NAME,
+        (
+            *NO_DDP,
+            ("torch.manual_seed(0)\n", "torch.manual_seed(rank)\n"),
+            (STEP, AVERAGE + STEP),
+        ),
+    ),
+    Mistake(
+        "one rank resumes", "amp", WRONG, NAME,
+        (
+            (
+                "    if os.path.exists(CHECKPOINT):\n"
+                "        saved = torch.load(CHECKPOINT, weights_only=True)\n",
+                "    if rank == 0:\n"
+                "        saved = {'model': Net().state_dict(), 'epoch': 2,\n"
+                "                 'optimizer': optimizer.state_dict()}\n",
+            ),
+        ),
+    ),
+    Mistake(
+        "the step averages no biases", "own_step", WRONG, NAME,
+        ((IN_STEP, "                if p.ndim > 1:\n    " + IN_STEP),),
+    ),
+    Mistake(
+        "the step averages a part of each tensor", "own_step", WRONG, NAME,
+        ((IN_STEP, "                average(p.grad.view(-1)[: p.numel() // 2])\n"),),
+    ),
+    Mistake(
+        "layers that DDP has not been told of begin to train", "own_step", WRONG, NAME,
+        (
+            (PARAMS, UNFROZEN + PARAMS),
+            ("AveragingSGD(params, lr=0.1)", "torch.optim.SGD(params, lr=0.1)"),
+            ("model(x)", "ddp(x)"),
+            (
+                "        sampler.set_epoch",
+                "        model[0].requires_grad_(epoch > 1)\n        sampler.set_epoch",
+            ),
+        ),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.STEPS, planted=PLANTED)

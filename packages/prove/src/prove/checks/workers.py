@@ -1,0 +1,31 @@
+"""Does each worker of a loader yield samples of its own?"""
+
+from prove.checks.base import Check, Seen, Stage
+from prove.checks.samples import LOADER, SHARD_STREAM, data_sets_in_parts, facts_by_content
+from prove.judge.reasons import Heading, Reason
+from prove.judge.table import ReportRow, wrong
+
+NAME = "workers"
+
+
+class Says(Reason):
+    WORKERS_ALIKE = (
+        f"each of the {{workers}} workers of a rank yields the same samples ({LOADER})",
+        SHARD_STREAM,
+        Heading.LOSS,
+    )
+
+
+def judge(seen: Seen) -> list[ReportRow]:
+    rows = []
+    for passes in data_sets_in_parts(seen.records):
+        first = passes[0]
+        of_workers = first.contents[: first.workers]  # each gives one batch in turn
+        are_alike = all(batch == of_workers[0] for batch in of_workers)
+        if first.is_stream and len(of_workers) > 1 and are_alike:
+            facts = facts_by_content(passes)
+            rows.append(wrong(NAME, Says.WORKERS_ALIKE, workers=first.workers, **facts))
+    return rows
+
+
+CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS)

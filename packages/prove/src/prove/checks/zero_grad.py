@@ -1,0 +1,43 @@
+"""Does each step begin without the gradients of the step before?"""
+
+from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import Mistake
+from prove.judge.reasons import Heading, Reason
+from prove.judge.steps import StepOfRanks
+from prove.judge.table import WRONG, ReportRow, wrong
+
+NAME = "zero_grad"
+
+
+class Says(Reason):
+    GRADIENTS_KEPT = (
+        "at {steps} steps, p.grad still held the gradient of the step before ({at})",
+        "optimizer.zero_grad() in each step",
+        Heading.NAN,
+    )
+
+
+def judge(seen: Seen) -> list[ReportRow]:
+    """Where averaged_gradients.py has a row, that tells more."""
+    kept = steps_with_old_gradients(seen)
+    if not kept or seen.verdicts("averaged gradients"):
+        return []
+    return [wrong(NAME, Says.GRADIENTS_KEPT, steps=len(kept), step=kept[0].number, at=kept[0].at)]
+
+
+def steps_with_old_gradients(seen: Seen) -> list[StepOfRanks]:
+    """The steps with an old gradient on all ranks, if there are several."""
+    old = [
+        step
+        for step in seen.steps
+        if step.number > 1 and all(of_rank.has_old_gradient for of_rank in step.steps)
+    ]
+    return old if len(old) > 1 else []
+
+
+PLANTED = (
+    Mistake(
+        "no zero_grad", "plain", WRONG, NAME, (("            optimizer.zero_grad()\n", ""),)
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, planted=PLANTED)

@@ -1,0 +1,33 @@
+"""Is any gradient of any step other than zero?"""
+
+from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import LOSS, Mistake
+from prove.judge.reasons import Reason
+from prove.judge.table import WRONG, ReportRow, wrong
+
+NAME = "zero gradients"
+
+
+class Says(Reason):
+    ZERO_GRADIENTS = (
+        "all gradients are exactly zero in all steps ({at})",
+        "the loss does not depend on the weights: is it a cross-entropy over one class?",
+    )
+
+
+def judge(seen: Seen) -> list[ReportRow]:
+    optimizers = [optimizer for rank in seen.records for optimizer in rank.optimizers]
+    steps = [step for optimizer in optimizers for step in optimizer.steps]
+    norms = [gradient[1] for step in steps for gradient in step.gradients if gradient]
+    if not norms or any(norm != 0 for norm in norms):  # also if it is not a number
+        return []
+    return [wrong(NAME, Says.ZERO_GRADIENTS, at=steps[0].at)]
+
+
+PLANTED = (
+    Mistake(
+        "cross-entropy over one class", "plain", WRONG, NAME,
+        ((LOSS, "F.cross_entropy(ddp(points)[:, :1], torch.zeros_like(labels))"),),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.STEPS, planted=PLANTED)

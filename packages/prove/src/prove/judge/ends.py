@@ -1,0 +1,115 @@
+"""How did the ranks end? With which error, or where do they wait for each other?"""
+
+import os
+import re
+from dataclasses import replace
+from typing import Any
+
+from prove.judge.wording import in_words, phrase
+from prove.rank_record import Collective, Ended, Note, RankRecord, RunOutcome
+
+LOST_CONNECTION = re.compile(  # the other rank is gone
+    "closed by peer|reset by peer|Broken pipe|Read error|ncclRemoteError|ncclSystemError"
+)
+OTHER_MESSAGE = re.compile(  # the other rank sent something else: it is in another collective
+    r"preamble\.length|[Ee]nforce ?(fail|NotMet)|ncclInvalidUsage|Detected mismatch between coll"
+)
+LAUNCHER = "torch.distributed.elastic"  # its own error says only that a rank has failed
+INSTALLED = re.compile("-packages/|/lib/python|/prove/src/prove/")  # no line of the script
+NO_CALL = Collective("no collective", "any place")
+MOST_CHARACTERS = 240  # of an error
+
+
+def error_is(rank: RankRecord, kind: re.Pattern) -> bool:
+    return rank.error is not None and bool(kind.search(rank.error.message))
+
+
+def ends_with_others(rank: RankRecord) -> bool:
+    return Note.ENDS_WITH_OTHERS in rank.notes
+
+
+def without_our_ends(outcome: RunOutcome) -> RunOutcome:
+    """We end a rank that has seen enough. Ranks that take other batches may still wait for it, and
+    lose their connection: that is no error of theirs."""
+    if not any(rank.ended == Ended.WHEN_SEEN for rank in outcome.records):
+        return outcome
+    if not all(rank.error is None or error_is(rank, LOST_CONNECTION) for rank in outcome.records):
+        return outcome
+    records = [
+        replace(
+            rank, ended=Ended.WHEN_SEEN, error=None, notes=rank.notes | {Note.ENDS_WITH_OTHERS: ""}
+        )
+        if rank.error
+        else rank
+        for rank in outcome.records
+    ]
+    return replace(outcome, status=0, records=records)
+
+
+def wait_for_ever(outcome: RunOutcome) -> bool:
+    return outcome.hang or have_parted(outcome)
+
+
+def have_parted(outcome: RunOutcome) -> bool:
+    """One rank ends, or is in another collective, and the others lose their connection: no rank has
+    an error of its own. gloo may end the process of a rank without an error of Python."""
+    records = outcome.records
+    misfit = bool(OTHER_MESSAGE.search(outcome.log))
+    lost = any(error_is(rank, LOST_CONNECTION) for rank in records)
+    some_left = any(rank.ended.is_well for rank in records)
+    own = [rank for rank in records if rank.error and not is_of_the_connection(rank)]
+    return not own and (misfit or (lost and some_left))
+
+
+def is_of_the_connection(rank: RankRecord) -> bool:
+    return error_is(rank, LOST_CONNECTION) or error_is(rank, OTHER_MESSAGE)
+
+
+def state_of(rank: RankRecord, hang: bool) -> dict[str, Any]:
+    """A phrase: where this rank waits, or how it has ended."""
+    number = rank.rank
+    if rank.error:
+        words = "rank {rank} loses its connection at {at}"
+        if error_is(rank, OTHER_MESSAGE):
+            words = "rank {rank} gets the message of another collective at {at}"
+        return phrase(words, rank=number, at=rank.error.at)
+    if rank.ended != Ended.NOT_YET:
+        return phrase("rank {rank} has ended after {steps} steps", rank=number, steps=rank.steps)
+    if not hang:  # its process was killed; where it was in its last call is all that is known
+        last = rank.collectives[-1] if rank.collectives else NO_CALL
+        words = "the process of rank {rank} ended in {name} at {at}"
+        return phrase(words, rank=number, name=last.name, at=last.at)
+    if call := rank.progress.collective or rank.progress.waits_in:
+        words = "rank {rank} waits in {name} at {at}"
+        return phrase(words, rank=number, name=call.name, at=call.at)
+    words = "rank {rank} waits in its own code at {at}"
+    if rank.progress.in_backward:
+        words = "rank {rank} waits in backward at {at}"
+    elif rank.progress.is_loading:
+        words = "rank {rank} waits for data, or for an import, at {at}"
+    elif rank.progress.in_ddp:
+        words = "rank {rank} waits in DDP's forward at {at}"
+    return phrase(words, rank=number, at=rank.progress.at)
+
+
+def what_ranks_do(outcome: RunOutcome) -> str:
+    """Where nobody can say whether they wait for each other."""
+    states = [state_of(rank, hang=True) for rank in outcome.records]
+    return in_words("{ranks:; }", {"ranks": states}) if states else "no rank has joined a group"
+
+
+def error_of(outcome: RunOutcome) -> str:
+    """The script's own error: of the rank that failed first, and not of one that then lost it."""
+    failed = [rank for rank in outcome.records if rank.error]
+    failed.sort(
+        key=lambda rank: (error_is(rank, LOST_CONNECTION), rank.error and rank.error.seconds)
+    )
+    if failed and (error := failed[0].error):
+        return f"{error.kind} at {error.at}: {' '.join(error.message.split())[:MOST_CHARACTERS]}"
+    lines = [line.strip() for line in outcome.log.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|error:", line)]
+    of_ranks = [line for line in errors if not line.startswith(LAUNCHER)]
+    last = (of_ranks or errors or lines or ["it printed nothing"])[-1][:300]
+    places = re.findall(r'^  File "([^"<]+)", line (\d+)', outcome.log, re.M)
+    own = [f"{os.path.relpath(file)}:{line}" for file, line in places if not INSTALLED.search(file)]
+    return f"{last} (at {own[-1]})" if own else last

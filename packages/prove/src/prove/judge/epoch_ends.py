@@ -1,0 +1,50 @@
+"""Was an epoch seen as it ends? If it was cut elsewhere, how many batches would show that?"""
+
+from prove.judge.loader_passes import epochs_of_data_set
+from prove.rank_record import LoaderPass, Note, RankRecord, RunOutcome
+
+
+def batches_up_to_last_window(record: RankRecord) -> int:
+    """Where several batches make one step, and the epoch was cut so that its last window is longer
+    or shorter than it is: how many batches end as the whole epoch does? 0: these do."""
+    for loader_pass in record.loader_passes:
+        given, length, window = loader_pass.batches_given, loader_pass.length, loader_pass.window
+        is_cut = loader_pass.limit <= given < length and not loader_pass.ended
+        if not is_cut or not loader_pass.backwards or window == 1:
+            continue
+        if window in (0, given):  # the cut may be what made it step: the window may be longer
+            window = given
+        elif loader_pass.ends_as_whole():
+            continue
+        return min(length, 2 * window + (length - 2 * window) % window)
+    return 0
+
+
+def shortest_of_unequal_epochs(records: list[RankRecord]) -> int:
+    """Batches of the rank that has fewest, in the epochs that are unequal; 0: all have as many, or
+    nobody knows."""
+    if not records:
+        return 0
+    if Note.JOINS in records[0].notes:
+        return 0
+    batches = [[each.batches or 0 for each in passes] for passes in epochs_of_data_set(records)]
+    return max((min(of_ranks) for of_ranks in batches if len({*of_ranks}) > 1), default=0)
+
+
+def stop_together(outcome: RunOutcome) -> bool:
+    """Do all ranks end well, and make as many steps in each epoch?
+
+    A rank that waits in a step when it is ended has not counted it.
+    """
+    records = outcome.records
+    if outcome.status or not all(rank.ended.is_well for rank in records):
+        return False
+    steps = [{*map(steps_of_epoch, records, passes)} for passes in epochs_of_data_set(records)]
+    return bool(steps) and all(len(of_ranks) == 1 for of_ranks in steps)
+
+
+def steps_of_epoch(record: RankRecord, loader_pass: LoaderPass) -> int:
+    """Until the next epoch begins; the last step before a `break` is one of them."""
+    later = record.loader_passes[loader_pass.number + 1 :]
+    ends = [each.steps_before for each in later if each.dataset == loader_pass.dataset]
+    return (ends[0] if ends else record.steps) - loader_pass.steps_before

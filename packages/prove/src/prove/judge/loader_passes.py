@@ -1,0 +1,156 @@
+"""Which passes over a loader belong together, and what is the same in those of all ranks?
+
+A LoaderPass is what the record of a rank says of one pass.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from prove.judge.wording import phrase
+from prove.rank_record import LoaderPass, Note, RankRecord
+
+NEARLY_ALL = 0.98  # the share of a data set that counts as the whole
+
+
+def with_samples(records: list[RankRecord]) -> list[RankRecord]:
+    """The records, and from the files beside them which samples each pass drew, and may draw."""
+    return [
+        replace(rank, loader_passes=[*map(pass_with_samples, rank.loader_passes)])
+        for rank in records
+    ]
+
+
+def pass_with_samples(loader_pass: LoaderPass) -> LoaderPass:
+    if not loader_pass.samples_file:
+        return loader_pass
+    listed = torch.load(loader_pass.samples_file, weights_only=True)
+    subset = listed["may_draw"]
+    may_draw = None if subset is None else set(subset.tolist())
+    return replace(loader_pass, indices=listed["indices"].tolist(), may_draw=may_draw)
+
+
+def trained_loader_passes(records: list[RankRecord]) -> list[list[LoaderPass]]:
+    """For each pass in which all ranks made steps: the records of the ranks."""
+    trained = [
+        [loader_pass for loader_pass in rank.loader_passes if loader_pass.steps] for rank in records
+    ]
+    return [list(of_ranks) for of_ranks in zip(*trained, strict=False)]
+
+
+def passes_by_data_set(records: list[RankRecord]) -> list[list[list[LoaderPass]]]:
+    """For each data set that the ranks train on, all passes over it."""
+    passes_of: dict[int, list[list[LoaderPass]]] = {}  # by the number of the data set
+    for passes in trained_loader_passes(records):
+        passes_of.setdefault(passes[0].dataset, []).append(passes)
+    return [*passes_of.values()]
+
+
+def epochs_of_data_set(records: list[RankRecord]) -> list[list[LoaderPass]]:
+    """The passes over the data set that is trained on first."""
+    passes = trained_loader_passes(records)
+    datasets = [each.dataset for each in passes[0]] if passes else []
+    return [each for each in passes if [own.dataset for own in each] == datasets]
+
+
+def place_of(loader_pass: LoaderPass, number: int) -> str | dict[str, Any]:
+    """Where its loader was made; number: of this pass, among those over its data set."""
+    if number == 1:
+        return loader_pass.at
+    return phrase("{at} in pass {number} over it", at=loader_pass.at, number=number)
+
+
+def same_on_all_ranks(passes: list[LoaderPass], *fields: str) -> bool:
+    first, *others = passes
+    return all(getattr(other, name) == getattr(first, name) for name in fields for other in others)
+
+
+def same_dataset(passes: list[LoaderPass]) -> bool:
+    known = bool(passes[0].fingerprint)
+    return known and same_on_all_ranks(passes, "fingerprint", "dataset_length")
+
+
+def differing_fields(passes: list[LoaderPass]) -> list[str]:
+    """Of samples whose first tensor is the same on all ranks: the fields that are not the same."""
+    first, fields = passes[0].fingerprint, passes[0].fields
+    if not first or not same_on_all_ranks(passes, "fields", "dataset_length"):
+        return []
+    inputs = [[of_sample[0] for of_sample in own.fingerprint] for own in passes]
+    if any(of_rank != inputs[0] for of_rank in inputs) or len({*inputs[0]}) < 2:
+        return []
+    return [
+        name
+        for number, name in enumerate(fields, start=1)
+        if name and any(
+            own.fingerprint[sample][number] != first[sample][number]
+            for own in passes for sample in range(len(first))
+        )
+    ]  # fmt: skip
+
+
+def compared_by_index(passes: list[LoaderPass]) -> bool:
+    """Do indices tell which samples are the same on two ranks? Else, only contents do."""
+    same = same_dataset(passes) or bool(differing_fields(passes))
+    return same and not passes[0].is_stream and all(own.indices for own in passes)
+
+
+def sample_count(passes: list[LoaderPass]) -> int:
+    """How many samples the ranks may draw together."""
+    parts = [loader_pass.may_draw for loader_pass in passes if loader_pass.may_draw is not None]
+    return len(set().union(*parts)) if len(parts) == len(passes) else passes[0].dataset_length or 0
+
+
+def rows_are_split(records: list[RankRecord]) -> bool:
+    """The script gives each rank a part of the rows of a batch that all have loaded."""
+    passes = trained_loader_passes(records)
+    if not passes or not same_on_all_ranks(passes[0], "indices"):
+        return False
+    if compute_the_same(records, passes[0]):  # all take the same rows
+        return False
+    loaded: dict[tuple, int] = {}  # rows of each batch of each rank
+    used: Counter = Counter()  # those that went into the model
+    for rank in records:
+        for call in rank.model_calls:
+            if call.batch_size and call.batch_size > 1:
+                loaded.setdefault((rank.rank, call.batch), call.batch_size)
+                used[rank.rank, call.batch] += call.rows
+    n = len(records)
+    shares = [used[batch] in (rows // n, -(-rows // n)) for batch, rows in loaded.items()]
+    return bool(shares) and all(shares)
+
+
+def same_contents(records: list[RankRecord]) -> bool:
+    passes = trained_loader_passes(records)
+    return bool(passes) and all(same_on_all_ranks(of_ranks, "checksums") for of_ranks in passes)
+
+
+def share_one_data_set(records: list[RankRecord]) -> bool:
+    """False for one rank, and for groups of ranks, each of which may train on what it likes."""
+    return len(records) > 1 and Note.HAS_GROUPS not in records[0].notes
+
+
+def compute_the_same(records: list[RankRecord], passes: list[LoaderPass]) -> bool:
+    """Does each rank compute from these passes what the others do? Dropout alone makes no
+    difference: then what the model is given decides, and where there are no gradients."""
+    gradients = [gradients_of(rank, own) for rank, own in zip(records, passes, strict=False)]
+    if not records[0].dropout and gradients and all(gradients):
+        pairs = zip(*gradients, strict=False)
+        return all(max(values) - min(values) <= 1e-9 * max(map(abs, values)) for values in pairs)
+    numbers = [own.number for own in passes] or [0] * len(records)
+    inputs = [
+        [call.checksum for call in rank.model_calls if call.batch[0] == number or not passes]
+        for rank, number in zip(records, numbers, strict=True)
+    ]
+    return all(of_rank == inputs[0] for of_rank in inputs)
+
+
+def gradients_of(rank: RankRecord, loader_pass: LoaderPass | None) -> list[float]:
+    """Projected, as backward gave them to this rank in a pass, before anybody averaged them."""
+    optimizers = [optimizer.steps for optimizer in rank.optimizers]
+    if loader_pass is not None and len(optimizers) == 1:  # else nobody knows which steps are its
+        before = loader_pass.steps_before
+        optimizers = [optimizers[0][before : before + loader_pass.steps]]
+    steps = [step for steps in optimizers for step in steps]
+    return [value for step in steps for value in step.local_gradients if value is not None]

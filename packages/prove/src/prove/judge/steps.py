@@ -1,0 +1,78 @@
+"""What do all ranks hold of the same step, tensor or number, and does it differ between them?"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prove.rank_record import Note, OptimizerRecord, OptimizerStep, Projection, RankRecord
+
+TINY = 1e-12
+
+
+@dataclass
+class StepOfRanks:
+    """The same step of an optimizer, as each of the ranks wrote it down."""
+
+    optimizer: OptimizerRecord
+    number: int
+    steps: list[OptimizerStep]
+    exchange_precision: float  # of the numbers that the ranks send each other
+
+    def by_parameter(self, name: str) -> list[tuple]:
+        """What the ranks hold: "weights_before", "weights_after", "gradients", ..."""
+        return list(zip(*(getattr(step, name) for step in self.steps), strict=True))
+
+    def differing_parameters(self, name: str, limit: float = 1e-5) -> list[int]:
+        """The numbers of the parameters for which the ranks hold different tensors."""
+        numbered = enumerate(self.by_parameter(name))
+        return [number for number, held in numbered if None not in held and differ(held, limit)]
+
+    @property
+    def at(self) -> str:
+        return self.steps[0].at
+
+
+def differ(projections: Sequence[Projection], limit: float = 1e-5) -> bool:
+    """Whether projections of what should be the same tensor differ."""
+    values, norms = zip(*projections, strict=True)
+    if not all(map(math.isfinite, norms)):
+        return any(map(math.isfinite, norms))
+    return bool(max(values) - min(values) > limit * max(TINY, *norms))
+
+
+def names_apart(by_rank: list[dict[str, Projection]]) -> tuple[list[str], list[str]]:
+    """The names of the tensors that all ranks hold, and those of them that differ."""
+    common = [name for name in by_rank[0] if all(name in own for own in by_rank)]
+    return common, [name for name in common if differ([own[name] for own in by_rank])]
+
+
+def parameter_names(optimizer: OptimizerRecord, numbers: list[int]) -> list[str]:
+    return [optimizer.names[number] for number in numbers]
+
+
+def steps_of(records: list[RankRecord]) -> list[StepOfRanks]:
+    steps = []
+    for optimizers in zip(*(rank.optimizers for rank in records), strict=False):
+        if any(optimizer.keys != optimizers[0].keys for optimizer in optimizers):
+            continue  # each rank holds the parameters that it owns
+        of_ranks = zip(*(optimizer.steps for optimizer in optimizers), strict=False)
+        for number, of_each in enumerate(of_ranks, start=1):
+            if all(step.weights_after for step in of_each):
+                sent = records[0].exchange_precision
+                steps.append(StepOfRanks(optimizers[0], number, list(of_each), sent))
+    return steps
+
+
+def model_is_divided(records: list[RankRecord]) -> bool:
+    return not records[0].notes.keys().isdisjoint({Note.HAS_GROUPS, Note.MODEL_IS_DIVIDED})
+
+
+def differing_statistic(records: list[RankRecord]) -> dict[str, Any] | None:
+    """The first mean or the like over the samples of a rank that is not the same on all ranks."""
+    numbers = [{each.tag: each.value for each in rank.statistics} for rank in records]
+    for each in records[0].statistics:
+        values = [own[each.tag] for own in numbers if each.tag in own]
+        if len(values) == len(records) and max(values) - min(values) > 1e-6 * max(map(abs, values)):
+            return {"name": each.name, "at": each.at, "values": values}
+    return None
