@@ -17,6 +17,9 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 # `make break` prints them, and most of its asserts stand in helpers.
 pytest.register_assert_rewrite("helpers")
 
+# What the fork server of all tests imports: a test of a package may be the first that starts it.
+import helpers.local_ranks  # noqa: E402, F401
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """So all other tests mean the same on every machine: two ranks, with or without one GPU."""

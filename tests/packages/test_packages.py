@@ -1,5 +1,6 @@
 """The two packages work without the course: their wheels, in an environment with torch alone."""
 
+import json
 import os
 import re
 import shutil
@@ -100,3 +101,9 @@ def test_the_timeline_of_a_script_is_recorded_there(run, tmp_path):
     process = run("python", ROOT / "benchmarks" / "timeline.py", *launch, "train.py")
     assert re.search("^rank 1 ", process.stdout, re.M), process.stdout + process.stderr
     assert (tmp_path / "timeline.svg").exists()
+
+
+def test_the_counts_of_torchs_suite_name_the_program_that_makes_them():
+    tests = ROOT / "packages" / "shm" / "tests"
+    where = json.loads((tests / "torch_suite.json").read_text())["provenance"]
+    assert ROOT / where["command"].split()[1] == tests / "torch_suite.py"

@@ -19,11 +19,10 @@ import torch
 import torch.distributed as dist
 
 import shm  # noqa: F401 (the backend)
-from helpers.local_ranks import run_on_ranks
-from helpers.machine import patience
 from shm.segment import Segment, identity_of_file, open_if_identical
 from shm.work import pending
 from shm_cases import collect, without_a_compiler
+from shm_ranks import patience, run_on_ranks
 
 Op = dist.ReduceOp
 needs_a_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="fast.c needs a compiler")

@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 
 import shm
-from helpers.local_ranks import run_on_ranks
-from helpers.machine import patience
 from shm.segment import Segment
 from shm.work import Pending, pending
+from shm_ranks import patience, run_on_ranks
 
 FOLDER = str(Path(shm.__file__).parent)
 LIMIT = timedelta(seconds=30)
