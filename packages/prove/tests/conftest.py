@@ -1,8 +1,12 @@
 """What all tests of prove share."""
 
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "evidence"))  # for `cases` and its runner
 
 from helpers.prove_runs import TORCHRUN, run
 

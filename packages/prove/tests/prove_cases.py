@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from prove.planted.__main__ import apply_changes
+from cases import replace_once, right_script
 
 PACKAGE = Path(__file__).parents[1]
 
 
 def planted(*changes: tuple[str, str]) -> str:
     """The plain script, with other lines."""
-    return apply_changes("plain", changes)
+    return replace_once(right_script("plain"), *changes)
 
 
 def training_of(model: str, classes: str = "") -> str:

@@ -1,0 +1,138 @@
+"""What prove says of a script: the one place that starts it.
+
+Each script lies in a folder of its own, and prove runs there as if its command had been typed, in a
+process that has imported torch already. Its rows are read from what `--json` writes.
+"""
+
+import json
+import multiprocessing
+import os
+import runpy
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch._dynamo  # optimizers import it
+import torch.distributed
+import torch.utils.data
+
+from cases import PROOF, RIGHT, TORCHRUN, WARNING, WRONG
+
+SECONDS = 600  # that one proof may take
+fork: Any = multiprocessing.get_context("fork")
+Item = TypeVar("Item")
+
+
+@dataclass
+class Answer:
+    """What prove said: its exit status (None: it had to be ended) and its rows."""
+
+    status: int | None
+    rows: dict[str, list[str]] = field(default_factory=dict)  # the checks of each verdict
+    evidence: dict[str, str] = field(default_factory=dict)  # of the checks that are not right
+    error: str = ""  # why there are no rows
+    seconds: float = 0.0
+    printed: str = ""
+
+    def checks(self, verdict: str) -> list[str]:
+        return self.rows.get(verdict, [])
+
+    @property
+    def is_wrong(self) -> bool:
+        return bool(self.checks(WRONG))
+
+    @property
+    def is_proven(self) -> bool:
+        """Nothing is WRONG, and one rank computes the same."""
+        verdicts = {verdict for verdict, checks in self.rows.items() if PROOF in checks}
+        return verdicts == {RIGHT} and not self.is_wrong
+
+    @property
+    def lines(self) -> list[str]:
+        """One line for each row that is not right."""
+        others = [verdict for verdict in self.rows if verdict != RIGHT]
+        return [
+            f"{each} {check}: {self.evidence[check]}"
+            for each in others
+            for check in self.rows[each]
+        ]
+
+    def new_warnings(self, known: "Answer") -> list[str]:
+        return [check for check in self.checks(WARNING) if check not in known.checks(WARNING)]
+
+    def as_json(self) -> dict:
+        return {name: value for name, value in asdict(self).items() if name != "printed"}
+
+
+def run_prove(
+    script: str,
+    command: Iterable[str] = (*TORCHRUN, "train.py"),
+    options: Iterable[str] = (),
+    files: dict[str, str] | None = None,
+    hashes_differ: bool = False,
+) -> Answer:
+    """files: more texts, which lie beside the script under these names."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="case-") as name:
+        home, table, log = Path(name, "home"), Path(name, "table.json"), Path(name, "log")
+        home.mkdir()
+        for file, text in {"train.py": script, **(files or {})}.items():
+            (home / file).write_text(text)
+        words = [sys.executable if word == "python" else word for word in command]
+        arguments = [f"--json={table}", *options, *words]
+        process = fork.Process(target=_prove, args=(home, log, arguments, hashes_differ))
+        process.start()
+        process.join(SECONDS)
+        is_late = process.is_alive()
+        if is_late:
+            process.terminate()  # prove ends its ranks
+            process.join(20)
+            process.kill()
+            process.join()
+        printed = log.read_text() if log.exists() else ""
+        written: dict = {"rows": [], "error": (printed.strip().splitlines() or [""])[-1]}
+        if table.exists():
+            written = json.loads(table.read_text())
+    rows: dict[str, list[str]] = {}
+    for row in written["rows"]:
+        rows.setdefault(row["verdict"], []).append(row["check"])
+    return Answer(
+        status=None if is_late else process.exitcode,
+        rows=rows,
+        evidence={
+            row["check"]: row["evidence"] for row in written["rows"] if row["verdict"] != RIGHT
+        },
+        error=written["error"],
+        seconds=round(time.monotonic() - began, 1),
+        printed=printed,
+    )
+
+
+def _prove(home: Path, log: Path, arguments: list[str], hashes_differ: bool) -> None:
+    """`python -m prove` in this folder, as a process that has just been forked."""
+    os.chdir(home)
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    if not hashes_differ:
+        os.environ["PYTHONHASHSEED"] = "0"
+    for number, file in ((0, Path(os.devnull)), (1, log), (2, log)):
+        os.dup2(os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+    sys.argv = ["prove", *arguments]
+    runpy.run_module("prove", run_name="__main__", alter_sys=True)
+
+
+def in_parallel(
+    function: Callable[[Item], Any], items: Iterable[Item], jobs: int
+) -> Iterator[tuple[Item, Any]]:
+    """Each item with what the function says of it, as soon as it is known."""
+    torch.set_num_threads(1)  # a process with a pool of threads must not fork
+    with ProcessPoolExecutor(jobs, mp_context=fork) as pool:
+        futures = {pool.submit(function, item): item for item in items}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
