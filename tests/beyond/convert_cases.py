@@ -5,8 +5,8 @@ from pathlib import Path
 
 from helpers.local_ranks import launch_script, run_script
 from helpers.machine import scratch_folder
-from helpers.prove_runs import TORCHRUN, verdicts
 from helpers.stage_files import fresh_module
+from prove_runs import TORCHRUN, verdicts
 from repository_pages import ROOT
 
 CONVERT = ROOT / "beyond" / "convert"

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Tens
 from convert_cases import CLASSIFIER, CONVERT, DETECTOR, converted, launch, load, proof
 from helpers.local_ranks import on_ranks, run_on_ranks, run_script
 from helpers.outputs import differences
-from helpers.prove_runs import TORCHRUN, run
+from prove_runs import TORCHRUN, run
 from repository_pages import ROOT, fences, shell
 
 

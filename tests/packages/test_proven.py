@@ -9,9 +9,9 @@ from typing import NamedTuple
 import pytest
 
 from common.chapters import ROOT
-from helpers.prove_runs import TORCHRUN, verdicts
 from helpers.stage_files import LESSON_FOLDERS, NOT_COPIED, changed_source, replace_once
 from helpers.train_stage import few_digits
+from prove_runs import TORCHRUN, verdicts
 
 
 class OwnScript(NamedTuple):

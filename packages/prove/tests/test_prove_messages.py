@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from check_pages import anchors
-from helpers.local_ranks import SECONDS, process_context
-from helpers.prove_runs import TORCHRUN, run, verdict
 from prove import processes
 from prove.judge import effects, replay_checks, table, wording
 from prove.judge.reasons import Phrase
@@ -17,6 +14,7 @@ from prove.judge.replay_reasons import ReplayReason
 from prove.judge.run_reasons import RunReason
 from prove.rank_record import Ended, RankRecord, ScriptError
 from prove_cases import PACKAGE, planted, training_of
+from prove_runs import SECONDS, TORCHRUN, forked, run, verdict
 
 TWO_DATA_SETS = (
     ("    train_set, test_set = ", "    more = Points(20, 0.0)\n    train_set, test_set = "),
@@ -94,9 +92,7 @@ def test_if_nothing_can_be_judged_one_line_says_why(source, message, prove_scrip
 def test_a_rank_that_cannot_be_watched_says_why(tmp_path):
     environment = {"OMP_NUM_THREADS": "1"}  # and no PROVE, which install() reads
     log = tmp_path / "log"
-    rank = process_context.Process(
-        target=processes.become_rank, args=(["train.py"], environment, log)
-    )
+    rank = forked.Process(target=processes.become_rank, args=(["train.py"], environment, log))
     rank.start()
     rank.join(SECONDS)
     assert rank.exitcode == 1
@@ -105,8 +101,10 @@ def test_a_rank_that_cannot_be_watched_says_why(tmp_path):
 
 def test_every_cure_links_to_a_heading_that_exists():
     links = {reason.link for reason in table.REASONS.values()} - {""}
+    headings = re.findall(r"^#+ (.+)$", table.PAGE.read_text(), re.M)
+    anchors = {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
     assert len(links) >= 8
-    assert links - anchors(table.PAGE) == set()
+    assert links - anchors == set()
 
 
 def test_a_row_that_was_written_as_json_says_the_same_again():

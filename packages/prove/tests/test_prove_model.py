@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from types import SimpleNamespace
 
-from helpers.prove_runs import verdict
 from prove.judge.compare_steps import FLOAT64_LIMIT, Comparer, Comparison, Outcome, worst
 from prove.judge.model import StepOfRanks, averaged_gradient_rows
 from prove.judge.reasons import Phrase, Reason
@@ -15,6 +14,7 @@ from prove.judge.schedule import Schedule, row_of_length
 from prove.rank_record import Note, OptimizerRecord, OptimizerStep, RankRecord, ScheduleRecord
 from prove.watch.schedule import length_of
 from prove_cases import planted, training_of
+from prove_runs import verdict
 
 
 def test_an_optimizer_that_is_made_anew_in_each_epoch_is_compared_in_the_first(prove_script):

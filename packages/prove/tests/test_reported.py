@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from common.chapters import load_program
-from helpers.prove_runs import run
+from prove_runs import run
 
 count_seen = load_program("packages", "prove/evidence/reported/count_seen")
 PAIRS = count_seen.pairs()
