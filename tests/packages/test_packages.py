@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from helpers.machine import patience
 from helpers.stage_files import NOT_COPIED
 
 NAMES = ("prove", "shm")
+KINDS = (".py", ".c", ".md", ".typed")  # of the files of a wheel
 SCRIPT = """
 import torch
 import torch.distributed as dist
@@ -70,6 +72,43 @@ def run(environment, tmp_path) -> Callable[..., subprocess.CompletedProcess]:
         return subprocess.run(call, **how, timeout=patience(120))
 
     return start
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wheel_has_its_license_its_metadata_and_no_file_but_those_of_its_package(
+    name, environment
+):
+    [wheel] = [path for path in environment.glob("*.whl") if name in path.name]
+    with zipfile.ZipFile(wheel) as archive:
+        files = archive.namelist()
+        [info] = {file.split("/")[0] for file in files if ".dist-info/" in file}
+        metadata = archive.read(f"{info}/METADATA").decode()
+        licenses = archive.read(f"{info}/licenses/LICENSE").decode()
+    sources = ROOT / "packages" / name / "src"
+    of_package = (path for path in sources.rglob("*") if path.suffix in KINDS)
+    expected = {str(path.relative_to(sources)) for path in of_package}
+    assert {file for file in files if not file.startswith(info)} == expected
+    assert f"{name}/py.typed" in files
+    assert licenses == (ROOT / "LICENSE").read_text()
+    [version] = re.findall(
+        r'^__version__ = "(.+)"$', (sources / name / "__init__.py").read_text(), re.M
+    )
+    for line in (
+        f"Version: {version}",
+        "License-Expression: MIT",
+        "Author: The maintainers",
+        "Classifier: Operating System :: POSIX :: Linux",
+    ):
+        assert f"\n{line}\n" in metadata
+    assert re.search(r"\nRequires-Dist: torch<\d[\d.]*,>=\d", metadata), "torch has an upper bound"
+    changes = (ROOT / "packages" / name / "CHANGELOG.md").read_text()
+    assert f"\n## {version}\n" in changes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_that_an_index_shows_has_no_link_that_only_the_repository_has(name):
+    page = (ROOT / "packages" / name / "README.md").read_text()
+    assert re.findall(r"\]\((?!https?://|#)[^)]*\)", page) == []
 
 
 def test_the_environment_has_torch_and_nothing_of_the_course(run):

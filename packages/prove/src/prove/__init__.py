@@ -12,6 +12,8 @@ from pathlib import Path
 
 from prove.judge.table import WARNING, WRONG, ReportRow
 
+__version__ = "0.1.0"
+
 
 @dataclass
 class Result:
