@@ -43,7 +43,7 @@ SHAPES = [(), (0,), (1,), (7,), (3, 5), (600_000,)]  # the last one goes in piec
 
 
 def collectives_that_differ(rank, ranks):
-    """Of random ones over both backends."""
+    """Call random collectives over both backends; return those whose results differ."""
     gloo, over_shm = dist.group.WORLD, dist.new_group(backend="shm")
     draw, differ = random.Random(0), []
     for turn in range(40):
@@ -90,8 +90,8 @@ def test_the_sum_in_c_has_the_bits_of_the_sum_in_python(rank, ranks):
     in_c = dist.new_group(backend="shm")
     with without_a_compiler():
         in_python = dist.new_group(backend="shm")
-    assert bool(in_c.exchange.in_c) == bool(shutil.which("cc"))
-    assert in_python.exchange.in_c is None
+    assert bool(in_c.exchange.c_state) == bool(shutil.which("cc"))
+    assert in_python.exchange.c_state is None
     for dtype, length in product(BITS, LENGTHS):
         torch.manual_seed(rank)
         x = (1e6 * torch.randn(length + 1, dtype=torch.float64)).to(dtype)
@@ -266,7 +266,7 @@ def test_dash_m_shm_replaces_gloo_however_the_program_asks_for_it_or_ends():
 
 
 def cores_of_rank(rank, cores_there, cores_allowed):
-    """Those that a rank keeps to, on a machine with so many cores."""
+    """Return the cores that a rank keeps to, on a machine with so many."""
     chosen = []
     with (
         patch.object(os, "cpu_count", lambda: cores_there),

@@ -102,7 +102,7 @@ def results_of_all_programs():
 
 
 def results(how, program):
-    """Of each rank."""
+    """Return what this program gave on each rank."""
     return [results_of_rank[how][program.__name__] for results_of_rank in results_of_all_programs()]
 
 
