@@ -17,7 +17,7 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 # `make break` prints them, and most of its asserts stand there.
 pytest.register_assert_rewrite("helpers", "local_ranks")
 
-import helpers  # noqa: E402, F401, it says what the fork server of the tests imports
+import helpers  # noqa: E402, F401, it says what the fork server of all tests imports
 import local_ranks.chapters  # noqa: E402, F401, it lets tests import chapters
 
 

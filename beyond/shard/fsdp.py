@@ -13,7 +13,6 @@ layer again. See Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5.3.
 """
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ Place = tuple[torch.Size, tuple[int, ...], int]  # of a view in a flat tensor: s
 
 
 def refuse_parts(optimizer: optim.Optimizer, *_: Any) -> None:
-    """Before each step of any optimizer: raise ShardingError if it would misunderstand parts."""
+    """Raise ShardingError before the step of an optimizer that would misunderstand parts."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(hasattr(parameter, "is_part") for parameter in parameters):
         require_elementwise(type(optimizer))
@@ -94,16 +93,71 @@ class WholeInBackward(dict[str, Parameter | None]):
         return tensor
 
 
+class CallOrder:
+    """The order in which forward calls the layers, and the one that computes now.
+
+    The first forward finds the order out, and each further one may change it.
+    """
+
+    def __init__(self) -> None:
+        self.called: list[ShardedLayer] = []  # in the forward that runs
+        self.computing: ShardedLayer | None = None  # or has failed
+        self.layers: list[ShardedLayer] = []  # of the last forward that has ended
+        self.places: dict[ShardedLayer, int] = {}  # in it
+
+    def begin(self) -> None:
+        self.called.clear()
+        self.computing = None
+
+    def end(self) -> None:
+        self.layers = list(dict.fromkeys(self.called))
+        self.places = {layer: place for place, layer in enumerate(self.layers)}
+
+    def before(self, layer: "ShardedLayer") -> "ShardedLayer | None":
+        place = self.places.get(layer, 0)
+        return self.layers[place - 1] if place else None
+
+    def after(self, layer: "ShardedLayer") -> "ShardedLayer | None":
+        place = self.places.get(layer, len(self.layers)) + 1
+        return self.layers[place] if place < len(self.layers) else None
+
+    def is_last(self, layer: "ShardedLayer") -> bool:
+        return self.layers[-1:] == [layer]
+
+
+class SentGradients:
+    """Gradients on their way to the ranks that own them, while backward continues."""
+
+    def __init__(self) -> None:
+        self.under_way: tuple[ShardedLayer, ReduceScatter] | None = None
+
+    def send(self, layer: "ShardedLayer", flat: Tensor) -> None:
+        """Send one at a time: otherwise memory would grow with the network's delay."""
+        self.receive()
+        self.under_way = layer, ReduceScatter(flat)
+
+    @torch.no_grad()
+    def receive(self) -> None:
+        if self.under_way:
+            layer, message = self.under_way
+            layer.add_gradient(message.wait())
+            self.under_way = None
+
+
 class ShardedLayer:
     """A module whose trained parameters are unsharded only while it computes.
 
-    It replaces the module's `forward`, and each parameter by the part that this rank owns.
+    It replaces the module's `forward`, and each parameter by the part that this rank owns. order
+    and gradients are shared by all layers of a model.
     """
 
-    def __init__(self, name: str, module: nn.Module, fsdp: "FSDP") -> None:
+    def __init__(
+        self, name: str, module: nn.Module, order: CallOrder, gradients: SentGradients
+    ) -> None:
         self.name = name
         self.original = WithOriginalForward(module)
-        self.fsdp = fsdp
+        self.order = order
+        self.gradients = gradients
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.names = list(trained)
         if len(formats := {parameter.dtype for parameter in trained.values()}) > 1:
@@ -127,21 +181,18 @@ class ShardedLayer:
         self.is_running = False
         self.backward_needs_it = False
         self.missing = set(self.names)  # those to which no backward has given a gradient yet
-        self.previous: ShardedLayer | None = None  # in the order of the last forward
-        self.following: ShardedLayer | None = None
-        self.is_last = False
         for submodule in module.modules():
             submodule._parameters = WholeInBackward(submodule._parameters, self)
         module.forward = self.run
 
     def start_gather(self) -> None:
-        """Every rank must call it, and in the same order for all layers."""
+        """Begin to gather the parameters. Every rank must call it, in the same order of layers."""
         if self.flat is None:
             self.flat = self.shards.new_flat(like=self.shard)
             self.gather_work = all_gather_single(self.flat, self.shard, async_op=True)
 
     def unshard(self) -> Tensor:
-        """This layer's parameters of all ranks, side by side; gathered now if they are not yet."""
+        """Return the parameters of all ranks, side by side; gather them if they are not yet."""
         self.start_gather()
         self.wait()
         assert self.flat is not None
@@ -158,32 +209,32 @@ class ShardedLayer:
         self.read_again.clear()
 
     def whole(self, part: Parameter) -> Tensor:
-        """The unsharded parameter; if its gradient comes back, it goes to the owners as usual."""
+        """Return the unsharded parameter; its gradient, if it has one, goes to the owners."""
         if not self.read_again:
             parameters = GatherParameters.apply(self, *self.owned)
             self.read_again = dict(zip(self.owned, parameters, strict=True))
         return self.read_again[part]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model calls as this module's forward."""
-        self.fsdp.order.append(self)
+        """Compute. The model calls this as the module's forward."""
+        self.order.called.append(self)
         parameters = GatherParameters.apply(self, *self.owned)
         named = {f"module.{n}": p for n, p in zip(self.names, parameters, strict=True)}
-        if self.following:
-            self.following.start_gather()  # meanwhile, this layer computes
-        self.fsdp.layer, self.is_running = self, True
+        if following := self.order.after(self):
+            following.start_gather()  # meanwhile, this layer computes
+        self.order.computing, self.is_running = self, True
         try:
             with saved_tensors_hooks(self.pack, self.unpack):
                 result = functional_call(self.original, named, args, kwargs)
-            self.fsdp.layer = None  # not after an error, which is then of this layer
+            self.order.computing = None  # not after an error, which is then of this layer
             return result
         finally:
             self.is_running = False
-            if not self.is_last or not torch.is_grad_enabled():
+            if not self.order.is_last(self) or not torch.is_grad_enabled():
                 self.free()  # backward begins with the last layer, which stays
 
     def pack(self, tensor: Tensor) -> Tensor | Place:
-        """What forward saves for backward: of this layer's own parameters, only the place."""
+        """Return what forward saves for backward: of this layer's parameters, only the place."""
         address = tensor.untyped_storage().data_ptr()
         if self.flat is None or address != self.flat.untyped_storage().data_ptr():
             return tensor
@@ -191,16 +242,17 @@ class ShardedLayer:
         return tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
     def unpack(self, saved: Tensor | Place) -> Tensor:
-        """What backward reads: at a place, the parameter, from the layer that is gathered again."""
+        """Return what backward reads: at a place, the parameter, which is gathered again."""
         if isinstance(saved, Tensor):
             return saved
         flat = self.unshard()
-        if self.previous and self.previous.backward_needs_it:
-            self.previous.start_gather()  # meanwhile, this layer's backward computes
+        previous = self.order.before(self)
+        if previous and previous.backward_needs_it:
+            previous.start_gather()  # meanwhile, this layer's backward computes
         return flat.as_strided(*saved)
 
     def send(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """The mean of each shard of the gradient goes to its owner, while backward continues."""
+        """Send the mean of each shard of the gradient to its owner, while backward continues."""
         self.free()
         self.backward_needs_it = False
         flat = self.shards.new_flat(like=self.shard)
@@ -209,18 +261,17 @@ class ShardedLayer:
             if gradient is not None:
                 view.copy_(gradient)
                 self.missing.discard(name)
-        self.fsdp.receive()  # one at a time: otherwise memory would grow with the network's delay
-        self.fsdp.pending.append((self, ReduceScatter(flat)))
+        self.gradients.send(self, flat)
 
     def add_gradient(self, mean: Tensor) -> None:
-        """mean: of this rank's shard over the ranks, (length,)."""
+        """Add the mean over the ranks of this rank's shard, (length,), to its gradients."""
         parts = self.shards.parts_of(mean)
         for own, gradient in zip(self.owned, parts, strict=True):
             own.grad = gradient if own.grad is None else own.grad + gradient
 
 
 def layers_of(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Its children that have trained parameters; of a container without a forward, its modules."""
+    """Yield the children that have trained parameters; instead of a container, its own children."""
     for name, child in model.named_children():
         if isinstance(child, CONTAINERS):
             yield from layers_of(child, f"{prefix}{name}.")
@@ -275,66 +326,49 @@ class FSDP(nn.Module):
     def __init__(self, model: nn.Module, device: torch.device | str = "cpu") -> None:
         super().__init__()
         self.model = model
-        self.pending: list[tuple[ShardedLayer, ReduceScatter]] = []
         modules = dict(layers_of(model))
         if not modules:
             why = f"{type(model).__name__} has no child with trained parameters: nothing to divide"
             raise ShardingError(f"{why}; put it into an nn.Sequential")
         check_parameters(model, modules)
         self.layers: list[ShardedLayer] = []
-        self.order: list[ShardedLayer] = []  # of this forward
-        self.layer: ShardedLayer | None = None  # that computes now
+        self.order, self.gradients = CallOrder(), SentGradients()
         for name, module in modules.items():  # only one of them is unsharded at a time
             materialize(module, torch.device(device))
-            self.layers.append(ShardedLayer(name, module, self))
+            self.layers.append(ShardedLayer(name, module, self.order, self.gradients))
         owned = {part for layer in self.layers for part in layer.owned}
-        self.copies = {name: p for name, p in model.named_parameters() if p not in owned}
-        for tensor in [*self.copies.values(), *model.buffers()]:
+        self.replicated = {name: p for name, p in model.named_parameters() if p not in owned}
+        for tensor in [*self.replicated.values(), *model.buffers()]:
             dist.broadcast(tensor.detach(), src=0)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         for layer in self.layers:
             layer.free()  # weights of before the last step, if no backward came
-        self.order.clear()
-        self.layer = None
+        self.order.begin()
         try:
             result = self.model(*args, **kwargs)
         except (RuntimeError, IndexError) as error:
-            if self.layer:
+            if self.order.computing:
                 raise
             why = "forward failed outside of the layers, where a parameter is only this rank's part"
             cure = "use a weight only in its own layer's forward"
             raise ShardingError(f"{why} ({str(error).splitlines()[0]}): {cure}") from error
-        self.link(list(dict.fromkeys(self.order)))
-        return result
-
-    def link(self, order: list[ShardedLayer]) -> None:
-        """Tell each layer its neighbors in forward: the first forward finds them out."""
-        if not order:
+        if not self.order.called:
             names = ", ".join(layer.name for layer in self.layers)
             raise ShardingError(f"forward called no layer ({names}), and only a call unshards it")
-        for layer in self.layers:
-            layer.previous = layer.following = None
-            layer.is_last = layer is order[-1]
-        for layer, following in pairwise(order):
-            layer.following, following.previous = following, layer
-
-    @torch.no_grad()
-    def receive(self) -> None:
-        for layer, message in self.pending:
-            layer.add_gradient(message.wait())
-        self.pending.clear()
+        self.order.end()
+        return result
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Call it after each backward: the last gradients arrive. Every rank must call it."""
-        self.receive()
+        """Receive the last gradients, after each backward. Every rank must call it."""
+        self.gradients.receive()
         missing: dict[str, bool] = {}
         for layer in self.layers:
             layer.free()
             missing |= {f"{layer.name}.{name}": name in layer.missing for name in layer.names}
             layer.missing = set(layer.names)
-        trained = {name: p for name, p in self.copies.items() if p.requires_grad}
+        trained = {name: p for name, p in self.replicated.items() if p.requires_grad}
         missing |= {name: parameter.grad is None for name, parameter in trained.items()}
         require_gradients(missing, like=self.layers[0].shard)
         for parameter in trained.values():
@@ -344,7 +378,7 @@ class FSDP(nn.Module):
         self.spread_overflow()
 
     def spread_overflow(self) -> None:
-        """An inf on one rank becomes a nan on each, because GradScaler looks at its own rank only.
+        """Make of an inf on one rank a nan on each, since GradScaler looks at its own rank only.
 
         Under DDP, all ranks have the same gradients, so that all of them skip the step.
         """
@@ -358,5 +392,5 @@ class FSDP(nn.Module):
     def clip_grad_norm(self, limit: float) -> float:
         """Scale all gradients so that their norm over all ranks is at most `limit`."""
         parts = [p.grad for layer in self.layers for p in layer.owned if p.grad is not None]
-        copies = [p.grad for p in self.copies.values() if p.grad is not None]
-        return clip_grad_norm(parts, copies, limit)
+        replicated = [p.grad for p in self.replicated.values() if p.grad is not None]
+        return clip_grad_norm(parts, replicated, limit)

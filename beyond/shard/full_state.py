@@ -27,7 +27,7 @@ class FullModelState:
         self.model, self.collected = model, State()
 
     def collect(self) -> None:
-        """Every rank must call it."""
+        """Put the parameters together on rank 0. Every rank must call it."""
         if not isinstance(self.model, FSDP):
             self.collected = self.model.state_dict()
             return
@@ -43,7 +43,7 @@ class FullModelState:
 
     @torch.no_grad()
     def load_state_dict(self, state: State) -> None:
-        """Each rank takes its parts of the sharded tensors, and all of the others."""
+        """Take this rank's parts of the sharded tensors, and all of the others."""
         if not isinstance(self.model, FSDP):
             self.model.load_state_dict(state)
             return
@@ -64,7 +64,7 @@ class FullModelState:
 
 
 def is_elementwise(value: Any) -> bool:
-    """Whether an optimizer keeps it for each element of a parameter, unlike AdamW's step."""
+    """Tell whether an optimizer keeps this for each element of a parameter, unlike AdamW's step."""
     return isinstance(value, Tensor) and value.ndim > 0
 
 
@@ -82,16 +82,16 @@ class FullOptimizerState:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Asked each time, because an optimizer that loads its state makes new ones."""
+        """Return the groups; an optimizer that loads its state makes new ones, so ask each time."""
         return self.optimizer.param_groups
 
     def numbers(self) -> dict[Parameter, int]:
-        """Of each parameter: its number in a plain optimizer's state_dict."""
+        """Return the number of each parameter in a plain optimizer's state_dict."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         return {parameter: number for number, parameter in enumerate(parameters)}
 
     def shards(self) -> Iterator[tuple[Shards, list[Parameter], list[int]]]:
-        """Of each bucket or layer: the parts that this rank owns, and their numbers."""
+        """Yield, for each bucket or layer, the parts that this rank owns, and their numbers."""
         number = self.numbers()
         for layer in self.layers:
             yield layer.shards, layer.owned, [number[part] for part in layer.owned]
@@ -100,7 +100,7 @@ class FullOptimizerState:
                 yield bucket, bucket.owned, [number[p] for p in bucket.parameters]
 
     def collect(self) -> None:
-        """Every rank must call it."""
+        """Put the state of all parts together on rank 0. Every rank must call it."""
         if not self.is_sharded:
             self.collected = self.optimizer.state_dict()
             return
@@ -125,7 +125,7 @@ class FullOptimizerState:
         return self.collected
 
     def load_state_dict(self, saved: State) -> None:
-        """Each rank takes its parts of the full state."""
+        """Take this rank's parts of the full state."""
         if not self.is_sharded:
             self.optimizer.load_state_dict(saved)
             return

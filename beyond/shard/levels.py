@@ -27,7 +27,7 @@ KINDS = ("parameters", "gradients", "optimizer state")
 
 
 def formula(level: str, world_size: int) -> dict[str, float]:
-    """What the ZeRO paper's Figure 1 says that a rank holds, in multiples of the parameters' bytes.
+    """Return multiples of the parameters' bytes: what a rank holds, by Figure 1 of the ZeRO paper.
 
     Adam's state is two numbers for each parameter, here in the same format.
     """
@@ -36,7 +36,7 @@ def formula(level: str, world_size: int) -> dict[str, float]:
     return dict(zip(KINDS, (parameters, gradients, 2 * state), strict=True))
 
 
-class Training(NamedTuple):
+class ShardedTraining(NamedTuple):
     """A model on its way through training. Each of these calls is for all ranks."""
 
     model: nn.Module  # what forward is called on
@@ -52,19 +52,19 @@ def by_hand(
     model: nn.Module,
     optimizer_class: type[Optimizer],
     **options: Any,
-) -> Training:
-    """options: of the optimizer."""
+) -> ShardedTraining:
+    """Make a training with our own classes. options: of the optimizer."""
     if level == "parameters":
         fsdp = FSDP(model)
         optimizer = optimizer_class(fsdp.parameters(), **options)
         states = FullModelState(fsdp), FullOptimizerState(fsdp, optimizer)
-        return Training(fsdp, optimizer, fsdp.finish, fsdp.clip_grad_norm, *states)
+        return ShardedTraining(fsdp, optimizer, fsdp.finish, fsdp.clip_grad_norm, *states)
     if level == "gradients":  # it sends the gradients itself, so there is no DDP
         zero = ShardedGradients(model.parameters(), optimizer_class, **options)
         for buffer in model.buffers():  # the optimizer knows the parameters alone
             dist.broadcast(buffer, src=0)
         states = FullModelState(model), FullOptimizerState(model, zero)
-        return Training(model, zero, zero.finish, zero.clip_grad_norm, *states)
+        return ShardedTraining(model, zero, zero.finish, zero.clip_grad_norm, *states)
     if level == "optimizer":  # it moves the parameters in memory: before DDP
         optimizer = ShardedOptimizer(model.parameters(), optimizer_class, **options)
     else:
@@ -72,19 +72,21 @@ def by_hand(
     return with_ddp(model, optimizer, FullOptimizerState(model, optimizer))
 
 
-def with_ddp(model: nn.Module, optimizer: Optimizer, optimizer_state: Any) -> Training:
+def with_ddp(model: nn.Module, optimizer: Optimizer, optimizer_state: Any) -> ShardedTraining:
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # no second copy is kept
 
     def clip(limit: float) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), limit)
 
-    return Training(ddp, optimizer, lambda: None, clip, FullModelState(model), optimizer_state)
+    return ShardedTraining(
+        ddp, optimizer, lambda: None, clip, FullModelState(model), optimizer_state
+    )
 
 
 def by_library(
     level: str, model: nn.Module, optimizer_class: type[Optimizer], **options: Any
-) -> Training:
-    """The same with PyTorch's classes."""
+) -> ShardedTraining:
+    """Make a training with PyTorch's classes. options: of the optimizer."""
     if level == "none":
         return by_hand(level, model, optimizer_class, **options)
     if level == "optimizer":
@@ -102,4 +104,4 @@ def by_library(
         nn.utils.clip_grad_norm_(model.parameters(), limit)  # of DTensors: over all ranks
 
     states = LibraryModelState(model), LibraryOptimizerState(model, optimizer)
-    return Training(model, optimizer, lambda: None, clip, *states)
+    return ShardedTraining(model, optimizer, lambda: None, clip, *states)

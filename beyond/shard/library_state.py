@@ -59,7 +59,10 @@ class LibraryModelState:
 
 
 class LibraryOptimizerState:
-    """Its optimizer: PyTorch names the parameters where the stages' files number them."""
+    """The optimizer of a model of fully_shard as a checkpoint holds it.
+
+    PyTorch names the parameters where the stages' files number them.
+    """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model = model

@@ -31,13 +31,13 @@ NAMES = dict(zip(LEVELS, ("DDP", "ZeRO-1", "ZeRO-2", "FSDP"), strict=True))
 
 
 def used_bytes() -> int:
-    """Private memory of this process that can be written: what RLIMIT_DATA limits."""
+    """Return the private memory of this process that can be written: what RLIMIT_DATA limits."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(re.findall(r"VmData:\s*(\d+)", status)[0])
 
 
 def train(level: str, width: int, layers: int) -> list[float]:
-    """The loss of each step."""
+    """Train, and return the loss of each step."""
     torch.manual_seed(0)
     with torch.device("meta" if level == "parameters" else "cpu"):
         model = Transformer(width, layers)
@@ -55,7 +55,7 @@ def train(level: str, width: int, layers: int) -> list[float]:
 
 
 def train_within(rank: int, level: str, limit_bytes: int) -> str:
-    """What one rank says at the end."""
+    """Train on one rank, and return what it says at the end."""
     libc = ctypes.CDLL(None)
     # Otherwise, glibc keeps freed tensors for itself, and the limit would count them. What is
     # smaller than a tensor comes from 8 MiB that are taken before: only tensors find no room.

@@ -19,7 +19,7 @@ NOT_ELEMENTWISE = (optim.Adafactor, optim.LBFGS, optim.Muon, optim.SparseAdam)
 
 
 class ShardingError(ValueError):
-    """What cannot be sharded. The text says what arrived, why it fails, and what to do."""
+    """Something cannot be sharded. The text says what arrived, why it fails, and what to do."""
 
 
 def require_elementwise(optimizer_class: Any) -> None:
@@ -66,37 +66,37 @@ class Shards:
             tensor_start = tensor_end
 
     def new_flat(self, like: Tensor) -> Tensor:
-        """(world_size * length,), of the dtype and device of `like`, filled with zeros."""
+        """Return zeros, (world_size * length,), of the dtype and device of `like`."""
         return like.new_zeros(self.world_size * self.length)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The tensors in a flat one, each with its shape."""
+        """Return the tensors that lie in a flat one, each with its shape."""
         pieces = flat[: sum(self.sizes)].split(self.sizes)
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
     def lay_out(self, tensors: Sequence[Tensor]) -> Tensor:
-        """A new flat tensor that holds these."""
+        """Return a new flat tensor that holds these."""
         flat = self.new_flat(like=tensors[0])
         for view, tensor in zip(self.views(flat), tensors, strict=True):
             view.copy_(tensor)
         return flat
 
     def shard_of(self, flat: Tensor) -> Tensor:
-        """This rank's shard, (length,): a view."""
+        """Return this rank's shard, (length,), as a view."""
         return flat[self.rank * self.length :][: self.length]
 
     def parts_of(self, shard: Tensor) -> list[Tensor]:
-        """What this rank owns of each tensor, (n,) with n >= 0: views."""
+        """Return what this rank owns of each tensor, (n,) with n >= 0, as views."""
         return [shard[own_slice] for own_slice in self.shard_slices]
 
     def cut(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """What this rank owns of these tensors: copies, so that the rest can be freed."""
+        """Return copies of what this rank owns of these tensors, so that the rest can be freed."""
         return [
             t.reshape(-1)[part].clone() for t, part in zip(tensors, self.owned_slices, strict=True)
         ]
 
     def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """All tensors, put together on rank 0, in CPU memory; nothing on the other ranks."""
+        """Return all tensors, put together on rank 0, in CPU memory; nothing on the other ranks."""
         shard = parts[0].new_zeros(self.length)
         for view, part in zip(self.parts_of(shard), parts, strict=True):
             view.copy_(part)
@@ -128,7 +128,7 @@ class ReduceScatter:
             self.work = reduce_scatter_single(self.received, flat, async_op=True)
 
     def wait(self) -> Tensor:
-        """(length,), the mean."""
+        """Wait for the mean, and return it, (length,)."""
         self.work.wait()
         if len(self.received) < len(self.flat):
             return self.received
@@ -136,26 +136,26 @@ class ReduceScatter:
 
 
 def squared_norm(gradient: Tensor) -> Tensor:
-    """In float64, (). Of a complex number, both parts count."""
+    """Return the squared norm in float64, (). Of a complex number, both parts count."""
     dtype = torch.complex128 if gradient.is_complex() else torch.float64
     return torch.linalg.vector_norm(gradient, dtype=dtype).square()
 
 
 @torch.no_grad()
-def clip_grad_norm(parts: Iterable[Tensor], copies: Iterable[Tensor], limit: float) -> float:
-    """As nn.utils.clip_grad_norm_, which would know only the norm of this rank's parts.
+def clip_grad_norm(parts: Iterable[Tensor], replicated: Iterable[Tensor], limit: float) -> float:
+    """Do what nn.utils.clip_grad_norm_ does, which would know only the norm of this rank's parts.
 
-    parts: the gradients of which each rank owns a part. copies: those that every rank has in full.
+    parts: gradients of which each rank owns a part. replicated: those that every rank has in full.
     Returns the norm over all ranks. Every rank must call it.
     """
-    parts, copies = list(parts), list(copies)
-    gradients = [*parts, *copies]
+    parts, replicated = list(parts), list(replicated)
+    gradients = [*parts, *replicated]
     if not gradients:  # before the first backward: so it is on every rank
         return 0.0
     squares = [squared_norm(part) for part in parts]
     square = torch.stack(squares or [gradients[0].new_zeros((), dtype=torch.float64)]).sum()
     dist.all_reduce(square)
-    norm = (square + sum(map(squared_norm, copies))).sqrt()
+    norm = (square + sum(map(squared_norm, replicated))).sqrt()
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # of nan: nan, as torch's
     for gradient in gradients:
         gradient.mul_(scale)

@@ -12,7 +12,10 @@ BYTES_RECEIVED = 128  # the place of tcpi_bytes_received in struct tcp_info, lin
 
 
 def received_bytes() -> int:
-    """Over TCP, by this process so far, through the sockets that it still has: see `man 7 tcp`."""
+    """Return the bytes that this process has received through the TCP sockets that it still has.
+
+    `man 7 tcp` tells how Linux counts them.
+    """
     total = 0
     for path in Path("/proc/self/fd").glob("*"):
         if not path.is_socket():

@@ -28,7 +28,7 @@ from common.options import (
     make_parser,
 )
 from common.record import Recorder
-from levels import LEVELS, Training, by_hand, by_library
+from levels import LEVELS, ShardedTraining, by_hand, by_library
 from shards import ShardingError
 from text_model import IGNORED, build_model, load_dataset
 
@@ -71,7 +71,7 @@ def join_process_group(args: Namespace) -> torch.device:
     return device
 
 
-def shard(args: Namespace, model: nn.Module) -> Training:
+def shard(args: Namespace, model: nn.Module) -> ShardedTraining:
     options = {"lr": args.lr, "weight_decay": args.weight_decay}
     if args.optimizer == "sgd":
         options["momentum"] = args.momentum
@@ -102,13 +102,13 @@ class EqualShard(Dataset):
 
 
 def train_epoch(
-    training: Training,
+    training: ShardedTraining,
     loader: Iterable,
     clip_norm: float | None,
     device: torch.device,
     recorder: Recorder,
 ) -> Tensor:
-    """One pass over this rank's samples; returns the loss of each step, (steps,), on the device.
+    """Train once on this rank's samples; return the loss of each step, (steps,), on the device.
 
     A loss is the mean over the labels of all ranks, which may have different numbers of them.
     """

@@ -48,12 +48,12 @@ class ShardedBucket(Shards):
         self.shard: Tensor | None = None  # the mean gradients that this rank owns
 
     def make_room(self) -> None:
-        """For the unsharded gradients. What backward does not bring stays zero."""
+        """Make room for the unsharded gradients. What backward does not bring stays zero."""
         self.gradients = self.new_flat(like=self.memory)
         self.slots = dict(zip(self.parameters, self.views(self.gradients), strict=True))
 
     def send_updated(self) -> None:
-        """Every rank gets what the others have updated. Every rank must call it."""
+        """Give every rank what the others have updated. Every rank must call it."""
         all_gather_single(self.memory, self.shard_of(self.memory).clone())
 
 
@@ -94,7 +94,7 @@ class ShardedOptimizer(optim.Optimizer):
         super().add_param_group(param_group)
 
     def give_gradients(self) -> None:
-        """Each part that this rank owns gets its part of the gradient: a view."""
+        """Give each part that this rank owns its part of the gradient, as a view."""
         for bucket in self.buckets:
             for p, own, part in zip(
                 bucket.parameters, bucket.owned, bucket.owned_slices, strict=True
@@ -149,13 +149,13 @@ class ShardedGradients(ShardedOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler asks this first. It would look for gradients where ZeRO-2 keeps none."""
+        """Refuse a GradScaler: it asks this, then looks where ZeRO-2 keeps no gradients."""
         why = "GradScaler finds no gradients at the parameters of ZeRO-2"
         raise ShardingError(f"{why}: use bfloat16, which needs no scaler, or ZeRO-1, or FSDP")
 
     @torch.no_grad()
     def take(self, parameter: Parameter) -> None:
-        """Backward calls it when the gradient of this parameter is complete."""
+        """Take the gradient of this parameter, which backward has completed."""
         bucket = self.bucket_of[parameter]
         if parameter not in bucket.missing:
             raise ShardingError("a second backward before finish(): call finish() after each")
@@ -169,7 +169,7 @@ class ShardedGradients(ShardedOptimizer):
             self.send(self.buckets[self.next])
 
     def send(self, bucket: ShardedBucket) -> None:
-        """The mean of each shard goes to its owner, while backward continues."""
+        """Send the mean of each shard to its owner, while backward continues."""
         self.receive()  # one message at a time, or memory would grow with the network's delay
         if bucket.gradients is None:
             bucket.make_room()

@@ -47,19 +47,20 @@ class Agreement:
         self.interval = 1  # steps from one vote to the next, the same on all ranks
         self.pending: tuple[Any, Tensor] | None = None  # the vote that is not yet read
 
-    def vote(self) -> None:
-        """Set `stopped` if a rank has received SIGTERM. Call it at the end of each step.
+    def vote(self) -> bool:
+        """Return whether all ranks stop, since one has received SIGTERM. Call it after each step.
 
         Only about four steps per second take part. Such a step starts a vote, and the next such
         step reads it: by then it has arrived, so no step waits. All ranks read the same vote.
         """
         self.steps += 1
         if self.steps >= self.interval:
-            self.read_vote()
+            self._read_vote()
             if not self.stopped:
                 self._start_vote()
+        return self.stopped
 
-    def read_vote(self) -> None:
+    def _read_vote(self) -> None:
         """Read the pending vote now. Every rank must reach this line."""
         if self.pending:
             work, votes = self.pending
@@ -93,7 +94,7 @@ class Agreement:
             raise error if error and failed == self.rank else SystemExit(2)
 
     def require_same(self, value: int, name: str) -> None:
-        """AgreementError if this rank's value differs from rank 0's."""
+        """Raise AgreementError if this rank's value differs from rank 0's."""
         expected = torch.tensor(value)  # rank 0's
         dist.broadcast(expected, 0, self.group)  # every rank must reach this line
         with self.fail_together():
@@ -101,7 +102,7 @@ class Agreement:
                 raise AgreementError(f"{name} is {value} on rank {self.rank}, {expected} on rank 0")
 
     def first_valid(self, check: Callable[[Path], bool], paths: Sequence[Path]) -> Path | None:
-        """The first of these files that passes the check, as this rank sees the files, or None.
+        """Return the first of these files that passes the check, as this rank sees them, or None.
 
         The check may read a long file. So of the ranks that see the same file, which is a matter of
         the machine and of the inode and not of the name, the lowest reads it and tells the others.
@@ -117,7 +118,7 @@ class Agreement:
         return first
 
     def _check_once(self, check: Callable[[Path], bool], path: Path) -> list[bool]:
-        """check(path) of each rank, computed by the lowest rank of those that see the same file.
+        """Return check(path) of each rank, made by the lowest of those that see the same file.
 
         check: must not raise, because the other ranks wait for its answer.
         """
@@ -128,7 +129,7 @@ class Agreement:
         return [bool(answers[reader]) for reader in readers]
 
     def _gather(self, value: int) -> list[int]:
-        """The values of all ranks, in the order of the ranks."""
+        """Return the values of all ranks, in the order of the ranks."""
         ranks = [torch.zeros((), dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(ranks, torch.tensor(value), self.group)  # every rank must reach this line
         return [int(each) for each in ranks]
@@ -136,12 +137,12 @@ class Agreement:
     def mean_or_end(
         self, losses: Tensor, model: nn.Module, step: int, scale: float = 1.0
     ) -> Tensor:
-        """The mean over all ranks, (steps,); if a loss or a weight is not finite, all ranks end.
+        """Return the mean over all ranks, (steps,); end all if a loss or a weight is not finite.
 
         losses: (steps,), of this rank. step: the number of the last one. scale: of the loss, fp16.
         """
         self.barrier()
-        self.read_vote()
+        self._read_vote()
         local = losses.cpu()
         ranks = [torch.empty_like(local) for _ in range(self.world_size)]
         dist.all_gather(ranks, local, self.group)  # every rank must reach this line
@@ -154,7 +155,7 @@ class Agreement:
 
 
 def same_file_number(path: Path) -> int:
-    """Equal numbers, below 2**63, for the same file on the same machine; 0 if there is none."""
+    """Return a number below 2**63 that only the same file on the same machine has; 0 if none is."""
     try:
         file = path.stat()
     except OSError:
@@ -164,7 +165,7 @@ def same_file_number(path: Path) -> int:
 
 
 def refuse_nan(losses: Tensor, model: nn.Module, step: int) -> None:
-    """AgreementError if a loss, weight or buffer is nan or inf. losses: (ranks, steps)."""
+    """Raise AgreementError if a loss, weight or buffer is nan or inf. losses: (ranks, steps)."""
     hint = "nothing is saved from here on; try a lower --lr with --resume auto"
     for index, rank in (~losses.isfinite()).T.nonzero().tolist()[:1]:  # the first step, lowest rank
         number = step - losses.shape[1] + index + 1
@@ -175,7 +176,7 @@ def refuse_nan(losses: Tensor, model: nn.Module, step: int) -> None:
 
 
 def stop_together(rank: int, port: int) -> None:
-    """Rank 1 receives SIGTERM in its step 100; both ranks stop after the same step."""
+    """Train for show: rank 1 receives SIGTERM in step 100, and both stop after the same step."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     agreement = Agreement(seconds=10)

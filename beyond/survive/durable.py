@@ -21,7 +21,6 @@ from torch.utils.data import Dataset, Sampler
 MARK = b"\nsha256 "  # before the checksum, at the end of a file; torch.load ignores both
 SEAL_BYTES = len(MARK) + 64  # the mark and the checksum
 CHUNK_BYTES = 2**20  # of a file, in memory at a time
-written: dict[Path, tuple[int, ...]] = {}  # what this process has saved, as the disk describes it
 
 
 class CheckpointError(ValueError):
@@ -29,7 +28,7 @@ class CheckpointError(ValueError):
 
 
 def previous_path(path: Path) -> Path:
-    """Where the checkpoint before this one is kept."""
+    """Return where the checkpoint before this one is kept."""
     return path.with_name(f"{path.stem}.before{path.suffix}")
 
 
@@ -77,14 +76,14 @@ def replacing(path: Path) -> Iterator[Any]:
     try:
         # A damaged one must not replace the good one before it. What this process has saved itself
         # is read again only if the disk says that it has changed since.
-        if is_unchanged(path) or is_whole(path):
+        if OWN_FILES.is_unchanged(path) or is_whole(path):
             path.replace(previous_path(path))
         file = HashingFile(unfinished)
         with file.file:
             yield file
             file.seal()
         unfinished.replace(path)  # not earlier: a power cut could leave zeros
-        written[path] = file_state(path)
+        OWN_FILES.note(path)
     except (OSError, RuntimeError) as error:  # RuntimeError: torch.save's
         with suppress(OSError):  # the folder itself may be what cannot be written
             unfinished.unlink(missing_ok=True)  # but not path: what is there is not of this save
@@ -95,18 +94,31 @@ def replacing(path: Path) -> Iterator[Any]:
 
 
 def file_state(path: Path) -> tuple[int, ...]:
-    """Changes with every write to this file."""
+    """Return numbers of this file that change with every write to it."""
     file = path.stat()
     return file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns
 
 
-def is_unchanged(path: Path) -> bool:
-    """Whether this process has saved this file, and nobody has written to it since."""
-    return path in written and path.exists() and written[path] == file_state(path)
+class OwnFiles:
+    """The files that this process has saved, as the disk has described them then."""
+
+    def __init__(self) -> None:
+        self.states: dict[Path, tuple[int, ...]] = {}
+
+    def note(self, path: Path) -> None:
+        """Remember that this process has just saved this file."""
+        self.states[path] = file_state(path)
+
+    def is_unchanged(self, path: Path) -> bool:
+        """Tell whether this process has saved this file, and nobody has written to it since."""
+        return path in self.states and path.exists() and self.states[path] == file_state(path)
+
+
+OWN_FILES = OwnFiles()
 
 
 def is_whole(path: Path) -> bool:
-    """Whether the file is there and its checksum fits; without one, the checksums of its parts.
+    """Tell whether the file is there and its checksum fits, or without one, those of its parts.
 
     Reads a chunk at a time: a checkpoint may be larger than the memory that a rank has left.
     """
@@ -126,7 +138,7 @@ def is_whole(path: Path) -> bool:
 
 
 def sha256(file: BinaryIO, size: int) -> str:
-    """Of the first so many bytes of a file."""
+    """Return the checksum of the first `size` bytes of a file."""
     file.seek(0)
     digest = hashlib.sha256()
     while size and (chunk := file.read(min(size, CHUNK_BYTES))):
@@ -136,12 +148,12 @@ def sha256(file: BinaryIO, size: int) -> str:
 
 
 def first_valid(check: Callable[[Path], bool], paths: Sequence[Path]) -> Path | None:
-    """The first of these files that passes the check, or None."""
+    """Return the first of these files that passes the check, or None."""
     return next((path for path in paths if check(path)), None)
 
 
 def newest_whole(path: Path, choose: Callable = first_valid) -> Path | None:
-    """The checkpoint at this path; if it is damaged, the one before; None if there is neither.
+    """Return the checkpoint at this path; if it is damaged, the one before; None without both.
 
     choose: the first file that passes a check. With Agreement.first_valid, one rank reads for all.
     """

@@ -28,7 +28,7 @@ class LaunchError(ValueError):
 
 
 def read_launcher() -> list[int]:
-    """Rank, local rank, world size, local world size: from torchrun, else srun, else alone.
+    """Return rank, local rank, world size, local world size: from torchrun, else srun, else alone.
 
     torchrun sets all four of its names. So one of them is enough to believe it, even inside a step
     of srun, whose tasks are then torchruns and no ranks; and if one is missing, this rank must not
@@ -47,7 +47,7 @@ def read_launcher() -> list[int]:
 
 
 def read_number(name: str) -> int:
-    """A whole number in the environment. Of SLURM's tasks per node, "2(x3)" or "4,3", the first."""
+    """Return a whole number in the environment; of SLURM's tasks per node, "2(x3)", the first."""
     value = os.environ.get(name, "not set")
     first = re.split(r"[(,]", value)[0] if name == "SLURM_STEP_TASKS_PER_NODE" else value
     if first.isdecimal():
@@ -90,7 +90,7 @@ def join_process_group(
 
 
 def open_store(rank: int, world_size: int, limit: timedelta, one_machine: bool) -> dist.Store:
-    """The store of this run: keys and values that all ranks share."""
+    """Return the store of this run: keys and values that all ranks share."""
     if world_size == 1:
         return dist.HashStore()
     if not 0 < (port := read_number("MASTER_PORT")) < 2**16:
@@ -104,7 +104,7 @@ def open_store(rank: int, world_size: int, limit: timedelta, one_machine: bool) 
 
 
 def require_address(host: str | None) -> None:
-    """LaunchError if nobody knows this host: torch would go on asking until the time limit."""
+    """Raise LaunchError for a host that nobody knows, of which torch would ask until the limit."""
     try:
         socket.getaddrinfo(host or None, 0)  # None: not set, as torch will say
     except (socket.gaierror, UnicodeError) as error:  # UnicodeError: it can be no host's name
@@ -118,7 +118,7 @@ def require_address(host: str | None) -> None:
 def each_rank_has_a_gpu(
     store: dist.Store, device: torch.device, rank: int, world_size: int
 ) -> bool:
-    """Whether each rank has its own GPU: the same answer, or the same LaunchError, on all ranks.
+    """Tell whether each rank has its own GPU; all get the same answer, or the same LaunchError.
 
     No rank may decide from what it alone sees: of two nodes, one may have fewer GPUs, and nccl on
     one of them would wait for gloo on the other. The numbers of the GPUs do not tell who shares
@@ -144,13 +144,13 @@ def each_rank_has_a_gpu(
 
 
 def machine_id() -> str:
-    """Tells this machine from others, and from itself before a reboot. Host names may repeat."""
+    """Return what tells this machine from others, and from itself before a reboot."""
     boot = Path("/proc/sys/kernel/random/boot_id")  # Linux has it
     return boot.read_text().strip() if boot.exists() else os.uname().nodename
 
 
 def process_identity(pid: int) -> list[str] | None:
-    """Identifies a process on all machines. A PID alone does not: the system uses it again."""
+    """Return what identifies a process on all machines; a PID alone is used again."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         if state == "Z":  # it has ended, and its parent has not yet asked how
@@ -161,7 +161,7 @@ def process_identity(pid: int) -> list[str] | None:
 
 
 def end_with_rank(_: int) -> None:
-    """For loader processes (worker_init_fn): end when the rank ends, not sooner and not later.
+    """End a loader process (as worker_init_fn) when the rank ends, not sooner and not later.
 
     SIGTERM often goes to all processes of a job. If the loaders ended, the rank could not finish
     its step. If a fork server has started a loader (the default since Python 3.14), the loader
@@ -196,7 +196,7 @@ class RankLoader(DataLoader):
 
 
 def join_or_give_up(rank: int, port: int, ranks_that_start: int) -> None:
-    """One rank of a world of two, as torchrun would start it."""
+    """Be one rank of a world of two, as torchrun would start it."""
     names = (*TORCHRUN, "MASTER_PORT")
     os.environ |= dict(zip(names, map(str, (rank, rank, 2, 2, port)), strict=True))
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}

@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node=2 beyond/survive/train.py --resume auto
 """
 
 from argparse import BooleanOptionalAction, Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -48,14 +48,17 @@ def parse_args() -> Namespace:
     return parser.parse_args()
 
 
-def find_checkpoint(args: Namespace, agreement: Agreement) -> Path | None:
-    """What --resume names; auto: this run's newest checkpoint that is whole."""
+def find_checkpoint(args: Namespace, first_valid: Callable) -> Path | None:
+    """Return what --resume names; with auto, this run's newest checkpoint that is whole.
+
+    first_valid: the first of several files that passes a check, which one rank makes for all.
+    """
     if args.resume is None:
         return None
     if args.resume == "auto":
-        return durable.newest_whole(args.run_dir / "checkpoint.pt", agreement.first_valid)
+        return durable.newest_whole(args.run_dir / "checkpoint.pt", first_valid)
     path = Path(args.resume)
-    if agreement.first_valid(durable.is_whole, [path]):
+    if first_valid(durable.is_whole, [path]):
         return path
     raise durable.CheckpointError(f"{path} is missing, damaged or no checkpoint: name another")
 
@@ -89,9 +92,9 @@ def until_checkpoint(loader: Iterable, recorder: Recorder, agreement: Agreement)
         # Dropout masks are a function of the step, so a resumed run draws the same ones.
         durable.reseed(args.seed, progress.epoch, progress.epoch_step, agreement.rank)
         yield batch  # the training step runs while this line waits
-        agreement.vote()  # it does not wait for the other ranks
+        all_stop = agreement.vote()  # it does not wait for the other ranks
         is_due = args.checkpoint_every_steps and progress.step % args.checkpoint_every_steps == 0
-        if agreement.stopped or is_due or progress.step >= args.max_steps:
+        if all_stop or is_due or progress.step >= args.max_steps:
             break
     agreement.barrier()  # the recorder waits for the GPU next
 
@@ -202,24 +205,21 @@ def wrap_in_ddp(model: nn.Module, image: Tensor) -> DistributedDataParallel:
     return ddp
 
 
-def save(path: Path, run: PreparedRun, agreement: Agreement) -> None:
-    """Save metrics and a checkpoint, then print; all ranks end if rank 0 cannot."""
-    with agreement.fail_together():
-        if agreement.rank != 0:  # one writer; a collective here would wait for the others forever
-            return
-        try:
-            run.recorder.flush()  # first: after a kill in between, a resumed run logs steps again
-        finally:  # if the disk is full, the checkpoint may fit all the same
-            with durable.replacing(path) as file:
-                state = checkpoint_state(run.recorder, run.model, run.optimizer, scaler=run.scaler)
-                torch.save(state, file)
-        run.recorder.print_epoch()
+def save(path: Path, run: PreparedRun) -> None:
+    """Save metrics and a checkpoint, then print."""
+    try:
+        run.recorder.flush()  # first: after a kill in between, a resumed run logs steps again
+    finally:  # if the disk is full, the checkpoint may fit all the same
+        with durable.replacing(path) as file:
+            state = checkpoint_state(run.recorder, run.model, run.optimizer, scaler=run.scaler)
+            torch.save(state, file)
+    run.recorder.print_epoch()
 
 
 def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog: Watchdog) -> None:
     rank, world_size, path = agreement.rank, agreement.world_size, args.run_dir / "checkpoint.pt"
     with agreement.fail_together():
-        resumed = find_checkpoint(args, agreement)
+        resumed = find_checkpoint(args, agreement.first_valid)
     with agreement.fail_together():
         run = prepare(args, resumed, device, rank, world_size)
     recorder, progress = run.recorder, run.recorder.progress
@@ -247,7 +247,9 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
             recorder.end_epoch(epoch, losses, *evaluate(run.model, test_loader, device))
         else:  # the next round trains the rest of this epoch, as a resumed run would
             recorder.write(epoch, losses)
-        save(path, run, agreement)
+        with agreement.fail_together():  # all ranks end if rank 0 cannot save
+            if rank == 0:  # one writer; a collective here would wait for the others forever
+                save(path, run)
         if agreement.stopped and progress.epoch < args.epochs:
             say(f"rank {rank} stops after step {progress.step}: --resume auto continues")
             return

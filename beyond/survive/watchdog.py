@@ -144,11 +144,11 @@ class Watchdog:
         return [json.loads(self.store.get(key) if known else UNKNOWN) for key, known in there]
 
     def _first(self, verdict: str) -> str:
-        """The verdict of the first rank that has one: it ends then, and others would blame it."""
+        """Return the verdict of the first rank that has one; others would blame it for its end."""
         return self.store.compare_set("verdict", "", verdict).decode()
 
     def _diagnose(self, error: BaseException) -> str:
-        """Why a collective has failed; the same answer on all ranks."""
+        """Return why a collective has failed; the same answer on all ranks."""
         try:
             self._beat()
             earlier = self._notes()
@@ -161,7 +161,7 @@ class Watchdog:
             return NO_STORE
 
     def _accuse(self, notes: list[list], silent: list[int], error: BaseException | None) -> str:
-        """Tell all ranks why this run ends, and end the silent ones; the reason, as all see it."""
+        """Tell all ranks why this run ends, end the silent ones, and return the reason."""
         verdict = self._explain(notes, silent, error)
         reason = self._first(verdict)
         if reason == verdict:
@@ -171,7 +171,7 @@ class Watchdog:
         return reason
 
     def _explain(self, notes: list[list], silent: list[int], error: BaseException | None) -> str:
-        """What the notes say. silent: the ranks that no longer write notes."""
+        """Return what the notes say. silent: the ranks that no longer write notes."""
         counts = Counter(note[1] for note in notes)  # most ranks wait where others are missing
         waiting = max(counts, key=lambda place: (counts[place], place == self.place))
         elsewhere = [rank for rank, note in enumerate(notes) if note[1] != waiting]
@@ -197,13 +197,13 @@ class Watchdog:
 
 
 def is_of_a_collective(error: BaseException) -> bool:
-    """Whether a collective has failed, and not something else that a rank does."""
+    """Tell whether a collective has failed, and not something else that a rank does."""
     from_gloo = type(error) is RuntimeError and GLOO.match(str(error))
     return bool(from_gloo) or isinstance(error, dist.DistError)
 
 
 def has_ended(process: list[str] | None) -> bool:
-    """Whether this process has ended. False where nobody here can know: on another machine."""
+    """Tell whether this process has ended; False where nobody can know, on another machine."""
     here = process_identity(os.getpid())
     if process is None or here is None or process[:2] != here[:2]:
         return False
@@ -211,7 +211,7 @@ def has_ended(process: list[str] | None) -> bool:
 
 
 def lose_rank_1(rank: int, port: int) -> None:
-    """Rank 1 is killed in step 3; rank 0 tells which rank is missing, and where it was."""
+    """Train for show: rank 1 is killed in step 3, and rank 0 tells where it was."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     step = 0

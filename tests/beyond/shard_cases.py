@@ -61,7 +61,7 @@ class Odd(nn.Module):
 
 
 class Complex(nn.Module):
-    """Its weights and gradients are complex numbers."""
+    """A network whose weights and gradients are complex numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def build(name: str) -> nn.Module:
 
 
 def batches(name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """As many as steps. Labels are missing here and there, and not as many on each rank."""
+    """Return a batch for each step. Labels are missing here and there, not as many on each rank."""
     torch.manual_seed(1)
     if name != "transformer":
         return [(torch.randn(BATCH, 7).double(), torch.randint(3, (BATCH,))) for _ in range(STEPS)]

@@ -24,9 +24,9 @@ from convert_cases import (
     versions,
 )
 from helpers.outputs import differences
-from helpers.prove_runs import TORCHRUN, run
 from local_ranks.on_ranks import on_ranks, run_on_ranks
 from local_ranks.scripts import run_script
+from prove_runs import TORCHRUN, run
 from repository_pages import ROOT, fences, shell
 
 

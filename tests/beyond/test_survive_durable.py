@@ -68,7 +68,7 @@ def newest_step(path: Path) -> int | None:
         return None
 
 
-CHECK = "    if is_unchanged(path) or is_whole(path):\n"
+CHECK = "    if OWN_FILES.is_unchanged(path) or is_whole(path):\n"
 UNCHECKED = ("durable.py", CHECK, "    if path.exists():\n")
 KILLS = {  # saves before, whether by this process, whether the last is damaged; the steps left
     "the first save": (0, True, False, [None, 3]),

@@ -24,4 +24,5 @@ PRELOADED = [  # by the fork server
     "torchvision.transforms.v2",
 ]
 NEW_PROCESSES.preloaded = PRELOADED
+NEW_PROCESSES.context()  # now: a test of a package, which knows nothing of this, may be the first
 torch.set_num_threads(1)  # as every rank has: two tests that run side by side have two cores

@@ -1,10 +1,12 @@
 """The two packages work without the course: their wheels, in an environment with torch alone."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from local_ranks.machine import patience
 from local_ranks.stage_files import NOT_COPIED
 
 NAMES = ("prove", "shm")
+KINDS = (".py", ".c", ".md", ".typed")  # of the files of a wheel
 SCRIPT = """
 import torch
 import torch.distributed as dist
@@ -71,6 +74,43 @@ def run(environment, tmp_path) -> Callable[..., subprocess.CompletedProcess]:
     return start
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wheel_has_its_license_its_metadata_and_no_file_but_those_of_its_package(
+    name, environment
+):
+    [wheel] = [path for path in environment.glob("*.whl") if name in path.name]
+    with zipfile.ZipFile(wheel) as archive:
+        files = archive.namelist()
+        [info] = {file.split("/")[0] for file in files if ".dist-info/" in file}
+        metadata = archive.read(f"{info}/METADATA").decode()
+        licenses = archive.read(f"{info}/licenses/LICENSE").decode()
+    sources = ROOT / "packages" / name / "src"
+    of_package = (path for path in sources.rglob("*") if path.suffix in KINDS)
+    expected = {str(path.relative_to(sources)) for path in of_package}
+    assert {file for file in files if not file.startswith(info)} == expected
+    assert f"{name}/py.typed" in files
+    assert licenses == (ROOT / "LICENSE").read_text()
+    [version] = re.findall(
+        r'^__version__ = "(.+)"$', (sources / name / "__init__.py").read_text(), re.M
+    )
+    for line in (
+        f"Version: {version}",
+        "License-Expression: MIT",
+        "Author: The maintainers",
+        "Classifier: Operating System :: POSIX :: Linux",
+    ):
+        assert f"\n{line}\n" in metadata
+    assert re.search(r"\nRequires-Dist: torch<\d[\d.]*,>=\d", metadata), "torch has an upper bound"
+    changes = (ROOT / "packages" / name / "CHANGELOG.md").read_text()
+    assert f"\n## {version}\n" in changes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_that_an_index_shows_has_no_link_that_only_the_repository_has(name):
+    page = (ROOT / "packages" / name / "README.md").read_text()
+    assert re.findall(r"\]\((?!https?://|#)[^)]*\)", page) == []
+
+
 def test_the_environment_has_torch_and_nothing_of_the_course(run):
     names = ("torch", "prove", "shm", "common", "matplotlib", "pytest")
     find = "from importlib.util import find_spec; print(*[name for name in {} if find_spec(name)])"
@@ -100,3 +140,9 @@ def test_the_timeline_of_a_script_is_recorded_there(run, tmp_path):
     process = run("python", ROOT / "benchmarks" / "timeline.py", *launch, "train.py")
     assert re.search("^rank 1 ", process.stdout, re.M), process.stdout + process.stderr
     assert (tmp_path / "timeline.svg").exists()
+
+
+def test_the_counts_of_torchs_suite_name_the_program_that_makes_them():
+    tests = ROOT / "packages" / "shm" / "tests"
+    where = json.loads((tests / "torch_suite.json").read_text())["provenance"]
+    assert ROOT / where["command"].split()[1] == tests / "torch_suite.py"

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import pytest
 
-from helpers.prove_runs import TORCHRUN, verdicts
 from local_ranks.chapters import ROOT
 from local_ranks.stage_files import LESSON_FOLDERS, NOT_COPIED, changed_source, replace_once
 from local_ranks.train_stage import few_digits
+from prove_runs import TORCHRUN, verdicts
 
 
 class OwnScript(NamedTuple):

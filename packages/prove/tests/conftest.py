@@ -1,14 +1,26 @@
-"""What all tests of prove share."""
+"""What all tests of prove share, and what they see of their machine if they are run alone.
 
+In the repository around the package, the conftest.py there says the second for all tests.
+"""
+
+import multiprocessing
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "evidence"))  # for `cases` and its runner
+PACKAGE = Path(__file__).parents[1]
+sys.path.insert(0, str(PACKAGE / "evidence"))  # for `cases`
 
-from helpers.prove_runs import TORCHRUN, run
+from prove_runs import PRELOADED, TORCHRUN, run  # noqa: E402
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.rootpath == PACKAGE:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same on every machine
+        multiprocessing.set_forkserver_preload(PRELOADED)
 
 
 @pytest.fixture

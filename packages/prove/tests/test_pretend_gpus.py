@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from local_ranks.on_ranks import run_on_ranks
+from prove_runs import call
 
 CALLS = """
 torch.cuda.is_available()
@@ -98,7 +98,7 @@ def draws_again(get, put) -> bool:
     return torch.equal(first, torch.rand(3))
 
 
-def failing_calls(rank: int, pretends: bool) -> list[str]:
+def failing_calls(pretends: bool) -> list[str]:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if pretends:
         from prove.watch import pretend_gpus
@@ -106,20 +106,20 @@ def failing_calls(rank: int, pretends: bool) -> list[str]:
         pretend_gpus.install(2)
     names = globals() | {"x": torch.ones(2)}
     failing = []
-    for call in filter(None, CALLS.splitlines()):
+    for line in filter(None, CALLS.splitlines()):
         try:
-            assert eval(call, names)  # noqa: S307
+            assert eval(line, names)  # noqa: S307
         except Exception as error:
-            failing.append(f"{call}: {error!r}")
+            failing.append(f"{line}: {error!r}")
     return failing
 
 
 def test_what_a_script_asks_of_its_gpus_is_answered_on_a_cpu():
     """The control: without pretending, calls that need a GPU fail."""
-    assert run_on_ranks(1, failing_calls, True) == [[]]
-    [failing] = run_on_ranks(1, failing_calls, False)
-    for call in NEED_A_GPU:
-        assert any(call in failed.partition(": ")[0] for failed in failing), call
+    assert call(failing_calls, True) == []
+    failing = call(failing_calls, False)
+    for needed in NEED_A_GPU:
+        assert any(needed in failed.partition(": ")[0] for failed in failing), needed
 
 
 def names_without_a_call(calls: str) -> list[str]:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from helpers.prove_runs import verdict
 from prove.checks.samples import Says, row_by_content
 from prove.random_state import worker_drew
 from prove.rank_record import LoaderPass, RankRecord
 from prove.watch.data import fingerprint
 from prove.watch.samples import as_double, tensors_in
 from prove_cases import planted, training_of
+from prove_runs import verdict
 
 
 def test_a_script_without_a_loader_is_replayed_from_what_goes_into_its_model(prove_script):

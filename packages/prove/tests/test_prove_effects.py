@@ -14,14 +14,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from helpers.prove_runs import TORCHRUN, run, verdict
-from local_ranks.on_ranks import run_on_ranks
-from local_ranks.scripts import SECONDS, launch_script
 from prove.judge import printed_numbers
 from prove.rank_record import Mode, Settings
 from prove.watch import effects
 from prove.watch.rank_run import RankRun
 from prove_cases import planted, training_of
+from prove_runs import SECONDS, TORCHRUN, call, patience, run, verdict
 
 HARMLESS = """        if rank == 0:
             import shutil
@@ -127,14 +125,16 @@ def test_random_numbers_of_the_script_are_those_of_an_unobserved_run(prove_scrip
     )
     with tempfile.TemporaryDirectory() as folder:  # in /tmp/tmp..., whose files are not put back
         prove_script(source, "--float32", DIGEST=f"{folder}/seen")
-        launch_script(str(tmp_path / "train.py"), env={"DIGEST": f"{folder}/plain"}, cwd=tmp_path)
+        env = os.environ | {"DIGEST": f"{folder}/plain", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "torch.distributed.run", *TORCHRUN[1:], "train.py"]
+        subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=patience(SECONDS))
         # Of rank 1, which takes no part in the replay:
         seen, plain = (Path(folder, f"{name}1").read_text().split() for name in ("seen", "plain"))
     assert seen[:2] == plain[:2]
     assert plain[0] != plain[1], "the control: they change from epoch to epoch"
 
 
-def collectives_seen(_, folder, names, watched_names):
+def collectives_seen(folder, names, watched_names):
     """Which calls are recorded, if the collectives of these names are in prove's table."""
     for name in names:  # planted: an older torch lacks the newest names
         setattr(dist, name, lambda: None)
@@ -153,7 +153,7 @@ def test_collectives_are_seen_by_their_old_and_new_names(left_out, tmp_path):
     names = ["all_gather_into_tensor", "all_gather_single", "reduce_scatter_single"]
     names += ["gather_single", "gather_into_tensor"]
     watched = [name for name in effects.COLLECTIVES if name != left_out]
-    [seen] = run_on_ranks(1, collectives_seen, tmp_path, names, watched)
+    seen = call(collectives_seen, tmp_path, names, watched)
     assert seen == [name for name in names if name != left_out]
 
 

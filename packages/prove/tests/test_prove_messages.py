@@ -7,10 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from check_pages import anchors
-from helpers.prove_runs import TORCHRUN, run, verdict
-from local_ranks.ranks import NEW_PROCESSES
-from local_ranks.scripts import SECONDS
 from prove import processes
 from prove.checks import SENTENCES, order_of_an_epoch
 from prove.judge import ends, replay_checks, table, wording
@@ -18,6 +14,7 @@ from prove.judge.reasons import Phrase
 from prove.judge.replay_reasons import ReplayReason
 from prove.rank_record import Ended, RankRecord, RunOutcome, ScriptError
 from prove_cases import PACKAGE, planted, training_of
+from prove_runs import SECONDS, TORCHRUN, forked, run, verdict
 
 TWO_DATA_SETS = (
     ("    train_set, test_set = ", "    more = Points(20, 0.0)\n    train_set, test_set = "),
@@ -95,9 +92,7 @@ def test_if_nothing_can_be_judged_one_line_says_why(source, message, prove_scrip
 def test_a_rank_that_cannot_be_watched_says_why(tmp_path):
     environment = {"OMP_NUM_THREADS": "1"}  # and no PROVE, which install() reads
     log = tmp_path / "log"
-    rank = NEW_PROCESSES.context().Process(
-        target=processes.become_rank, args=(["train.py"], environment, log)
-    )
+    rank = forked.Process(target=processes.become_rank, args=(["train.py"], environment, log))
     rank.start()
     rank.join(SECONDS)
     assert rank.exitcode == 1
@@ -106,8 +101,10 @@ def test_a_rank_that_cannot_be_watched_says_why(tmp_path):
 
 def test_every_cure_links_to_a_heading_that_exists():
     links = {reason.link for reason in SENTENCES.values()} - {""}
+    headings = re.findall(r"^#+ (.+)$", table.PAGE.read_text(), re.M)
+    anchors = {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
     assert len(links) >= 8
-    assert links - anchors(table.PAGE) == set()
+    assert links - anchors == set()
 
 
 def test_a_row_that_was_written_as_json_says_the_same_again():

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from types import SimpleNamespace
 
-from helpers.prove_runs import verdict
 from prove.checks import averaged_gradients
 from prove.checks.base import Seen
 from prove.judge.compare_steps import FLOAT64_LIMIT, Comparer, Comparison, Outcome, worst
@@ -23,6 +22,7 @@ from prove.rank_record import (
 )
 from prove.watch.schedule import length_of
 from prove_cases import planted, training_of
+from prove_runs import verdict
 
 
 def test_an_optimizer_that_is_made_anew_in_each_epoch_is_compared_in_the_first(prove_script):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from helpers.prove_runs import verdict
+from prove_runs import verdict
 
 FRAME = """
 import random

@@ -8,7 +8,7 @@ import pytest
 
 import reported_page
 from cases import Story, apply_diff, stories, story, story_case
-from helpers.prove_runs import run
+from prove_runs import run
 
 SETS = {"reported-50": "reported_before", "reported-20": "reported_before_second"}
 STORIES = stories(*SETS)

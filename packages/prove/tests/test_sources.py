@@ -2,7 +2,7 @@
 
 import pytest
 
-from helpers.prove_runs import verdict
+from prove_runs import verdict
 
 FRAME = """
 import queue, threading

@@ -229,7 +229,7 @@ def futures_of_one_call(rank, ranks):
 
 
 def many_sizes(rank, ranks):
-    """With the barrier that other processors need between data and counter."""
+    """Sum tensors of three sizes, with the barrier that other processors need before a counter."""
     barrier = shm.segment.system_fence(324)  # membarrier's number on x86-64
     called, tensors = [], []
     if dist.get_backend() == "shm" and platform.machine() == "x86_64":

@@ -7,6 +7,8 @@ something else: test_shm_failures.py.
 import os
 import random
 import shutil
+import subprocess
+import sys
 from contextlib import nullcontext
 from datetime import timedelta
 from itertools import product
@@ -19,14 +21,20 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import shm  # noqa: F401 (the backend)
-from local_ranks.on_ranks import gather_from_ranks, on_ranks, run_on_ranks
-from local_ranks.scripts import launch_script
 from shm import fast
 from shm.exchange import Exchange
 from shm.group import SharedMemoryGroup
 from shm.replace import replace_gloo
 from shm.tensors import flat, put_back
 from shm_cases import COLLECTIVES, collect, without_a_compiler
+from shm_ranks import (
+    gather_from_ranks,
+    launcher_variables,
+    make_store,
+    on_ranks,
+    patience,
+    run_on_ranks,
+)
 
 Op = dist.ReduceOp
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -35,7 +43,7 @@ SHAPES = [(), (0,), (1,), (7,), (3, 5), (600_000,)]  # the last one goes in piec
 
 
 def collectives_that_differ(rank, ranks):
-    """Of random ones over both backends."""
+    """Call random collectives over both backends; return those whose results differ."""
     gloo, over_shm = dist.group.WORLD, dist.new_group(backend="shm")
     draw, differ = random.Random(0), []
     for turn in range(40):
@@ -82,8 +90,8 @@ def test_the_sum_in_c_has_the_bits_of_the_sum_in_python(rank, ranks):
     in_c = dist.new_group(backend="shm")
     with without_a_compiler():
         in_python = dist.new_group(backend="shm")
-    assert bool(in_c.exchange.in_c) == bool(shutil.which("cc"))
-    assert in_python.exchange.in_c is None
+    assert bool(in_c.exchange.c_state) == bool(shutil.which("cc"))
+    assert in_python.exchange.c_state is None
     for dtype, length in product(BITS, LENGTHS):
         torch.manual_seed(rank)
         x = (1e6 * torch.randn(length + 1, dtype=torch.float64)).to(dtype)
@@ -258,7 +266,7 @@ def test_dash_m_shm_replaces_gloo_however_the_program_asks_for_it_or_ends():
 
 
 def cores_of_rank(rank, cores_there, cores_allowed):
-    """Those that a rank keeps to, on a machine with so many cores."""
+    """Return the cores that a rank keeps to, on a machine with so many."""
     chosen = []
     with (
         patch.object(os, "cpu_count", lambda: cores_there),
@@ -278,6 +286,7 @@ def test_dash_m_shm_gives_each_rank_cores_of_its_own_where_nobody_has_chosen_som
 
 ANOTHER_MACHINE_FOR_EACH_RANK = """
 import os, pathlib, runpy
+import shm  # torch reads files, too, while it is imported
 pathlib.Path.read_text = lambda _: "machine-" + os.environ["RANK"]
 runpy.run_module("shm", run_name="__main__")
 """
@@ -288,5 +297,12 @@ def test_dash_m_shm_on_two_machines_ends_in_one_line(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
     what = "ranks [1] cannot open the memory of rank 0, expected one machine, container and user"
-    for status, output in launch_script(str(tmp_path / "start.py"), str(script)):
-        assert (status, output) == (2, f"error: shm: {what}: try gloo\n")
+    store, processes = make_store(), []
+    for rank in range(2):
+        env = os.environ | launcher_variables(rank, 2, store)
+        command = [sys.executable, str(tmp_path / "start.py"), str(script)]
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        processes.append(subprocess.Popen(command, env=env, **output))
+    for process in processes:
+        output, _ = process.communicate(timeout=patience(60))
+        assert (process.returncode, output) == (2, f"error: shm: {what}: try gloo\n")

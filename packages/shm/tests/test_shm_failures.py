@@ -19,11 +19,10 @@ import torch
 import torch.distributed as dist
 
 import shm  # noqa: F401 (the backend)
-from local_ranks.machine import patience
-from local_ranks.on_ranks import run_on_ranks
 from shm.segment import Segment, identity_of_file, open_if_identical
 from shm.work import pending
 from shm_cases import collect, without_a_compiler
+from shm_ranks import patience, run_on_ranks
 
 Op = dist.ReduceOp
 needs_a_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="fast.c needs a compiler")
@@ -262,7 +261,7 @@ def sum_that_is_cut_off_at_once(rank, in_c):
     if rank == 0:
         store.wait(["rank 1 was interrupted"], timedelta(seconds=20))
         return error_of(lambda: dist.all_reduce(x))
-    place = (dist.group.WORLD.exchange, "all_reduce_in_c") if in_c else (os, "sched_yield")
+    place = (dist.group.WORLD.exchange, "c_all_reduce") if in_c else (os, "sched_yield")
     cut_off = patch.object(*place, lambda *_: raise_at_once(KeyboardInterrupt()))
     with cut_off, pytest.raises(KeyboardInterrupt):
         dist.all_reduce(x)
@@ -307,8 +306,10 @@ def messages_around_an_interruption(rank):
         return error_of(lambda: dist.recv(x, 1))
     post = Segment.post
 
-    def post_first_piece(segment, place, value, *bell):
-        return post(segment, place, value, *bell) if value == 1 else raise_at_once(TimeoutError())
+    def post_first_piece(segment, counters, place, value, *bell):
+        if value > 1:
+            raise TimeoutError
+        return post(segment, counters, place, value, *bell)
 
     with patch.object(Segment, "post", post_first_piece), pytest.raises(TimeoutError):
         dist.send(x, 0)

@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 
 import shm
-from local_ranks.machine import patience
-from local_ranks.on_ranks import run_on_ranks
 from shm.segment import Segment
 from shm.work import Pending, pending
+from shm_ranks import patience, run_on_ranks
 
 FOLDER = str(Path(shm.__file__).parent)
 LIMIT = timedelta(seconds=30)
@@ -69,7 +68,7 @@ def outcome_of(call, *arguments, **more):
 
 
 def is_lock_free():
-    """For the thread that carries calls on, for example, which the process waits for at its end."""
+    """Tell whether another thread may take the lock, such as the one that carries calls on."""
     answers = []
 
     def take_and_free():
@@ -281,7 +280,7 @@ def test_a_handler_at_any_instruction_of_a_call_works_or_is_refused_at_once(name
 
 
 def handler_while_a_rank_waits(rank):
-    """Both ranks call twice: rank 1 the second time in a handler, while it waits for rank 0."""
+    """Call twice on both ranks: on rank 1 the second time in a handler, while it waits."""
     dist.init_process_group("gloo", timeout=LIMIT)
     store, group = dist.distributed_c10d._get_default_store(), dist.new_group(backend="shm")
     first, second = torch.full((600_000,), 1.0), torch.full((3,), 10.0)
@@ -305,7 +304,7 @@ def handler_while_a_rank_waits(rank):
 
 
 def test_a_handler_may_call_while_the_interrupted_call_waits():
-    """Its call comes after that one, on both ranks."""
+    """The call of the handler comes after the interrupted one, on both ranks."""
     assert run_on_ranks(2, handler_while_a_rank_waits) == [([2.0], [20.0])] * 2
 
 

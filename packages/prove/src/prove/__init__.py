@@ -7,6 +7,8 @@ from prove.api import Result, check
 from prove.errors import NotJudgedError, NotObservedError
 from prove.judge.table import NOT_SEEN, RIGHT, WARNING, WRONG
 
+__version__ = "0.1.0"
+
 __all__ = [
     "NOT_SEEN",
     "RIGHT",

@@ -3,11 +3,19 @@
     import shm
     torch.distributed.init_process_group("shm")
 
-group.py is the process group that torch calls; its README.md explains it
+group.py is the process group that torch calls, and README.md explains it.
 """
+
+import sys
+
+if sys.platform == "win32":  # elsewhere, whoever joins a group is told the same
+    raise ImportError("shm: got Windows, expected Linux: try gloo")
 
 import torch.distributed as dist
 
 from shm.group import SharedMemoryGroup
+
+__all__ = ["SharedMemoryGroup"]
+__version__ = "0.1.0"
 
 dist.Backend.register_backend("shm", SharedMemoryGroup, devices=["cpu"])

@@ -3,15 +3,22 @@
 import time
 from datetime import timedelta
 
-from shm.segment import PASSED, REACHED, Segment
+from shm.segment import Segment
 from shm.work import NAP, pending
+
+REACHED, PASSED = 0, 1  # counters of a rank: barriers that it reached, and that rank 0 let it pass
 
 
 class MonitoredBarrier:
-    """All monitored barriers of one group, one after another."""
+    """All monitored barriers of one group, one after another.
 
-    def __init__(self, segment: Segment) -> None:
+    Each rank has a cache line of counters for them, the first of which is `first_cache_line`.
+    """
+
+    def __init__(self, segment: Segment, first_cache_line: int) -> None:
         self.segment = segment
+        ranks = range(segment.world_size)
+        self.counters = [segment.counters_in(first_cache_line + rank, 1) for rank in ranks]
         self.reached = [0] * segment.world_size  # of each rank: barriers that it has reached
 
     def meet(self, limit: timedelta, wait_all_ranks: bool) -> None:
@@ -28,12 +35,12 @@ class MonitoredBarrier:
             raise RuntimeError(f"shm: [Rank 0]: {what}")
         else:
             for rank in range(1, self.segment.world_size):
-                self.segment.post(self.segment.places[rank] + PASSED, self.reached[rank])
+                self.segment.post(self.counters[rank], PASSED, self.reached[rank])
 
     def meet_rank_0(self, deadline: float, milliseconds: int) -> None:
         me = self.segment.rank
         self.reached[me] += 1
-        self.segment.post(self.segment.own_place + REACHED, self.reached[me])
+        self.segment.post(self.counters[me], REACHED, self.reached[me])
         if not self.wait_for_counter(0, me, PASSED, deadline):
             what = "but received errors while waiting for send/recv from rank 0"
             raise RuntimeError(
@@ -42,7 +49,7 @@ class MonitoredBarrier:
             )
 
     def late_ranks(self, deadline: float, wait_all_ranks: bool) -> list[int]:
-        """On rank 0: all that do not come in time, or only the first."""
+        """Return, on rank 0, all ranks that do not come in time, or only the first of them."""
         late: list[int] = []
         for rank in range(1, self.segment.world_size):
             self.reached[rank] += 1
@@ -55,10 +62,10 @@ class MonitoredBarrier:
 
     def wait_for_counter(self, rank: int, owner: int, counter: int, deadline: float) -> bool:
         """Wait until a counter of its owner shows this barrier; False if `rank` is late or dead."""
-        counters, place = self.segment.counters, self.segment.places[owner] + counter
-        while counters[place] < self.reached[owner]:
+        counters = self.counters[owner]
+        while counters[counter] < self.reached[owner]:
             if time.monotonic() > deadline or not self.segment.is_alive(rank):
-                return counters[place] >= self.reached[owner]
+                return counters[counter] >= self.reached[owner]
             pending.poll()  # other calls go on
             time.sleep(NAP)
         return True

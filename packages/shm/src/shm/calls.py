@@ -18,28 +18,31 @@ NAME_BITS, OP_BITS, DTYPE_BITS, ROOT_BITS, SIZE_BITS = 4, 4, 7, 12, 36  # 63: a 
 SIZE_SHIFT = NAME_BITS + OP_BITS + DTYPE_BITS + ROOT_BITS
 
 
-def number_of_call(
+def encode_call(
     name: str,
     size: int | None = None,
     dtype: torch.dtype | None = None,
     root: int | None = None,
     op: Op | None = None,
 ) -> int:
-    """size: elements of one rank's tensor, if that must be the same on all ranks."""
+    """Return a call as one number.
+
+    size: elements of one rank's tensor, if that must be the same on all ranks.
+    """
     number = 0 if root is None else root + 1
     number = number << DTYPE_BITS | NUMBER_OF_DTYPE[dtype]
     number = number << OP_BITS | (0 if op is None else op.value + 1)
     number = number << NAME_BITS | NUMBER_OF_NAME[name]
-    return number if size is None else number + number_of_size(size)
+    return number if size is None else number + encode_size(size)
 
 
-def number_of_size(size: int) -> int:
-    """The part that differs between calls of the same kind."""
+def encode_size(size: int) -> int:
+    """Return the part of a call's number that differs between calls of the same kind."""
     return (size + 1) % 2**SIZE_BITS << SIZE_SHIFT
 
 
-def text_of_call(number: int) -> str:
-    """As in `broadcast(3 of torch.float32, root 0)`."""
+def decode_call(number: int) -> str:
+    """Return a call as text, such as `broadcast(3 of torch.float32, root 0)`."""
     fields = []
     for bits in (NAME_BITS, OP_BITS, DTYPE_BITS, ROOT_BITS, SIZE_BITS):
         fields.append(number % 2**bits)

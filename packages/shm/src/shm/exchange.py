@@ -58,15 +58,16 @@ class Exchange:
         size = self.world_size * ROW_BYTES
         self.slots = [segment.tensor(slot * size, size) for slot in (0, 1)]
         self.views: dict[tuple[torch.dtype, int], list[Tensor]] = {}  # of the slots
-        self.in_c: fast.SumState | None = None
+        self.c_state: fast.SumState | None = None
         if (library := fast.library()) and self.world_size <= fast.MOST_RANKS:
-            self.in_c = fast.SumState(rank=self.rank, ranks=self.world_size, row_bytes=ROW_BYTES)
-            self.in_c.sliced, self.in_c.counters = SLICED, segment.address
-            self.in_c.slots = self.slots[0].data_ptr()
-            self.address_in_c = ctypes.addressof(self.in_c)
-            self.all_reduce_in_c = library.all_reduce
-            self.looks = fast.LOOKS if segment.spins else 1  # of a call that returns at once
-            self.many_looks = fast.LOOKS * segment.spins  # of one that waits
+            state = fast.SumState(rank=self.rank, ranks=self.world_size, row_bytes=ROW_BYTES)
+            state.sliced, state.counters = SLICED, segment.address
+            state.slots = self.slots[0].data_ptr()
+            self.c_state, self.c_state_address = state, ctypes.addressof(state)
+            self.c_all_reduce = library.all_reduce
+            # How often C looks at the others' arrivals in a call that returns at once, or waits:
+            self.spins_async = fast.SPINS_PER_YIELD if segment.spins else 1
+            self.spins_waiting = fast.SPINS_PER_YIELD * segment.spins
 
     def pieces_of(
         self, length: int, dtype: torch.dtype, boxes: int = 1
@@ -92,10 +93,11 @@ class Exchange:
         return total.div_(self.world_size) if op == Op.AVG else total
 
     def all_reduce(self, tensor: Tensor, op: Op, call: int, root: int | None = None) -> Steps:
-        """With a root, it is a reduce: the other ranks keep what they have."""
+        """Add up the tensors. With a root, it is a reduce: the other ranks keep what they have."""
         dtype = fast.NUMBER_OF_DTYPE.get(tensor.dtype)
-        if self.in_c and op == Op.SUM and dtype is not None and tensor.is_contiguous():
-            late = self.begin_sum(tensor, dtype, call, self.looks, -1 if root is None else root)
+        if self.c_state and op == Op.SUM and dtype is not None and tensor.is_contiguous():
+            c_root = -1 if root is None else root
+            late = self.begin_sum(tensor, dtype, call, self.spins_async, c_root)
             yield from self.end_sum(call, late)
             return
         wants_it = root is None or root == self.rank
@@ -115,21 +117,27 @@ class Exchange:
                 for rank, target in enumerate(output.tensor_split(self.world_size)):
                     target.copy_(slices[rank][rank])
 
-    def begin_sum(self, tensor: Tensor, dtype: int, call: int, looks: int, root: int = -1) -> int:
-        """The same in fast.c, as far as it goes at once: DONE, or the rank that is awaited."""
-        state, segment = self.in_c, self.segment
+    def begin_sum(self, tensor: Tensor, dtype: int, call: int, spins: int, root: int = -1) -> int:
+        """Begin a sum in fast.c, and go as far as it goes at once.
+
+        Returns DONE, or the rank that is awaited.
+        """
+        state, segment = self.c_state, self.segment
         assert state
         segment.transfers = transfers = segment.transfers + 1
         state.tensor, state.size, state.dtype = tensor.data_ptr(), tensor.nbytes, dtype
         state.root, state.call, state.transfer = root, call, transfers
         state.arrivals, state.pieces, state.start, state.next = segment.arrivals, self.pieces, 0, 0
-        return self.continue_sum(call, looks)
+        return self.continue_sum(call, spins)
 
-    def continue_sum(self, call: int, looks: int) -> int:
-        """As far as it goes within so many looks at the others' arrivals."""
-        state, segment = self.in_c, self.segment
+    def continue_sum(self, call: int, spins: int) -> int:
+        """Go on with a sum in fast.c, within so many looks at the others' arrivals.
+
+        Returns DONE, or the rank that is awaited.
+        """
+        state, segment = self.c_state, self.segment
         assert state
-        late = self.all_reduce_in_c(self.address_in_c, looks)
+        late = self.c_all_reduce(self.c_state_address, spins)
         segment.arrivals, self.pieces = state.arrivals, state.pieces
         if late <= fast.DIFFERS:
             segment.fail_as_different(fast.DIFFERS - late, call)
@@ -138,7 +146,7 @@ class Exchange:
     def end_sum(self, call: int, late: int) -> Steps:
         while late != fast.DONE:
             yield [late]
-            late = self.continue_sum(call, self.looks)
+            late = self.continue_sum(call, self.spins_async)
 
     def gather(
         self, tensor: Tensor, outputs: dict[int, Tensor], call: int, source: int | None = None

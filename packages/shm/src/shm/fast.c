@@ -1,7 +1,8 @@
 /* The inner loop of exchange.py where Python is too slow. It does the same, in the same order and
  * with the same bits, so a rank that runs it and a rank that runs Python understand each other.
  * fast.py compiles and calls it. It defines the constants that both sides must know: the counters of
- * a rank (see segment.py), MOST_RANKS, LOOKS, and what all_reduce returns, DONE or DIFFERS.
+ * a rank (see segment.py), MOST_RANKS, SPINS_PER_YIELD, and what all_reduce returns: DONE or
+ * DIFFERS.
  */
 
 #include <limits.h>
@@ -116,7 +117,7 @@ static int64_t wait(const SumState *c, int64_t spins) {
         const int64_t *other = c->counters + r * COUNTERS, odd = c->arrivals % 2;
         while (__atomic_load_n(other + ARRIVED, __ATOMIC_ACQUIRE) < c->arrivals) {
             if (spins-- <= 0) return r;
-            if (spins % LOOKS == 0) sched_yield();
+            if (spins % SPINS_PER_YIELD == 0) sched_yield();
 #ifdef __x86_64__
             _mm_pause();
 #endif

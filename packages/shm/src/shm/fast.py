@@ -25,11 +25,12 @@ NOT_LOADED = (OSError, ValueError, AttributeError)  # no library, or without the
 NUMBER_OF_DTYPE = {torch.float32: 0, torch.float64: 1, torch.int32: 2, torch.int64: 3}
 DONE, DIFFERS = -1, -2  # what all_reduce returns; or the rank that is awaited
 MOST_RANKS = 64
-LOOKS = 200  # at the others' arrivals before another program may have the core: some microseconds
-COUNTERS = segment.CACHE_LINES_PER_RANK * segment.CACHE_LINE_BYTES // 8  # of a rank
+SPINS_PER_YIELD = 200  # looks at the others before another program may have the core: some µs
+COUNTERS = segment.CACHE_LINES_PER_RANK * segment.COUNTERS_PER_CACHE_LINE  # of a rank
 CONSTANTS = {name: getattr(segment, name) for name in ("ARRIVED", "CALL", "TRANSFER", "BELL")}
 CONSTANTS |= {"ASLEEP": segment.ASLEEP, "COUNTERS": COUNTERS}
-CONSTANTS |= {"MOST_RANKS": MOST_RANKS, "LOOKS": LOOKS, "DONE": DONE, "DIFFERS": DIFFERS}
+CONSTANTS |= {"MOST_RANKS": MOST_RANKS, "SPINS_PER_YIELD": SPINS_PER_YIELD}
+CONSTANTS |= {"DONE": DONE, "DIFFERS": DIFFERS}
 FLAGS = ["-O3", "-march=native", "-shared", "-fPIC"]
 FLAGS += [f"-D{name}={value}" for name, value in CONSTANTS.items()]
 

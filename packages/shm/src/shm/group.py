@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shm import fast
 from shm.barrier import MonitoredBarrier
-from shm.calls import Op, number_of_call, number_of_size
+from shm.calls import Op, encode_call, encode_size
 from shm.exchange import COMPUTED_WITH, ROW_BYTES, Exchange
 from shm.messages import BOX_BYTES, CACHE_LINES_PER_BOX, Messages
 from shm.segment import CACHE_LINES_PER_RANK, MESSAGE_BELL, SPINS, Segment, Steps
@@ -60,22 +60,25 @@ def call(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
+    """The process group that torch makes for the backend "shm"."""
+
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         boxes, rows = size * size, 2 * size * ROW_BYTES  # how many, and bytes
-        first = CACHE_LINES_PER_RANK * size  # cache line of a box
-        cache_lines = first + CACHE_LINES_PER_BOX * boxes
+        of_barriers = CACHE_LINES_PER_RANK * size  # the first cache line
+        of_boxes = of_barriers + size
+        cache_lines = of_boxes + CACHE_LINES_PER_BOX * boxes
         self.segment = Segment(store, rank, size, cache_lines, rows + boxes * BOX_BYTES, timeout)
         self.exchange = Exchange(self.segment)
-        self.messages = Messages(self.segment, first, rows)
+        self.messages = Messages(self.segment, of_boxes, rows)
+        self.monitored = MonitoredBarrier(self.segment, of_barriers)
         self.collectives: CallQueue = deque()
         self.group_title = ""
         self.description = ""
         self.number_of_sum = {
-            number: number_of_call("all_reduce", None, dtype, None, Op.SUM)
+            number: encode_call("all_reduce", None, dtype, None, Op.SUM)
             for dtype, number in fast.NUMBER_OF_DTYPE.items()
         }
-        self.monitored = MonitoredBarrier(self.segment)
 
     def start(self, steps: Steps, outputs: Any, options: Any) -> Work:
         """Begin a collective; asyncOp says that the program goes on while it runs, as in DDP."""
@@ -112,16 +115,16 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return None
         if tensor.is_neg():  # a view: see flat
             return None
-        if not exchange.in_c or not pending.can_begin_at_once(segment):
+        if not exchange.c_state or not pending.can_begin_at_once(segment):
             return None
-        number = self.number_of_sum[dtype] + number_of_size(tensor.numel())
+        number = self.number_of_sum[dtype] + encode_size(tensor.numel())
         waits = not options.asyncOp
-        looks = exchange.many_looks if waits else exchange.looks
+        spins = exchange.spins_waiting if waits else exchange.spins_async
         transfers = segment.transfers
         try:
             if not pending.lock.acquire(False):
                 return None
-            late = exchange.begin_sum(tensor, dtype, number, looks)
+            late = exchange.begin_sum(tensor, dtype, number, spins)
             if late == fast.DONE:
                 work = Completed()
                 work.outputs = tensors
@@ -138,14 +141,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return work if late == fast.DONE else pending.carry_on(work, waits)
 
     def all_reduce_steps(self, tensors: Tensors, op: Op, root: int | None = None) -> Steps:
-        """With a root, it is a reduce: the other ranks keep what they have."""
+        """Add up the tensors. With a root, it is a reduce: the other ranks keep what they have."""
         name = "all_reduce" if root is None else "reduce"
         for tensor in tensors:
             if tensor.layout == torch.sparse_coo:
                 yield from self.sparse_all_reduce_steps(tensor, op)
             else:
                 values = flat(tensor)
-                call = number_of_call(name, values.numel(), values.dtype, root, op)
+                call = encode_call(name, values.numel(), values.dtype, root, op)
                 yield from self.exchange.all_reduce(values, op, call, root)
                 put_back(tensor, values)
 
@@ -153,7 +156,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if op != Op.SUM:
             raise ValueError(f"shm: got {op} of a sparse tensor, expected SUM")
         own = without_autograd(tensor).coalesce()
-        call = number_of_call("sparse all_reduce", own.numel(), own.dtype)
+        call = encode_call("sparse all_reduce", own.numel(), own.dtype)
         shape = own.values().shape[1:]  # of what stands at one index
         indices = yield from self.exchange.gather_uneven(flat(own.indices().t()), call)
         values = yield from self.exchange.gather_uneven(flat(own.values()), call)
@@ -178,7 +181,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def broadcast_steps(self, tensors: Tensors, root: int) -> Steps:
         for tensor in tensors:
             values = flat(tensor)
-            call = number_of_call("broadcast", len(values), values.dtype, root)
+            call = encode_call("broadcast", len(values), values.dtype, root)
             yield from self.exchange.gather(values, {root: values}, call, source=root)
             put_back(tensor, values)
 
@@ -190,7 +193,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         require_same_size(targets, tensor)
         values = [flat(target) for target in targets]
         name = "all_gather" if root is None else "gather"
-        call = number_of_call(name, tensor.numel(), tensor.dtype, root)
+        call = encode_call(name, tensor.numel(), tensor.dtype, root)
         content = apart_from_outputs(flat(tensor), values, self.rank())
         yield from self.exchange.gather(content, dict(enumerate(values)), call)
         for target, value in zip(targets, values, strict=True):
@@ -239,7 +242,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def scatter_steps(self, output: Tensor, inputs: Tensors, root: int) -> Steps:
         require_same_size(inputs, output)
         parts, values = [flat(each) for each in inputs], flat(output)
-        call = number_of_call("scatter", len(values), values.dtype, root)
+        call = encode_call("scatter", len(values), values.dtype, root)
         yield from self.exchange.scatter(parts, values, root, call)
         put_back(output, values)
 
@@ -254,7 +257,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for output, inputs in pairs:
             require_same_size(inputs, output)
             parts, values = [flat(each) for each in inputs], flat(output)
-            call = number_of_call("reduce_scatter", len(values), values.dtype, op=op)
+            call = encode_call("reduce_scatter", len(values), values.dtype, op=op)
             yield from self.exchange.reduce_scatter(parts, values, op, call)
             put_back(output, values)
 
@@ -279,7 +282,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def all_to_all_steps(self, outputs: Tensors, inputs: Tensors) -> Steps:
         values = [flat(output) for output in outputs]
-        call = number_of_call("all_to_all", dtype=inputs[0].dtype)
+        call = encode_call("all_to_all", dtype=inputs[0].dtype)
         yield from self.exchange.all_to_all([flat(each) for each in inputs], values, call)
         for output, value in zip(outputs, values, strict=True):
             put_back(output, value)
@@ -299,7 +302,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     @call
     def barrier(self, opts: Any = None) -> Work:
-        steps = self.exchange.all_reduce(torch.zeros(0), Op.SUM, number_of_call("barrier"))
+        steps = self.exchange.all_reduce(torch.zeros(0), Op.SUM, encode_call("barrier"))
         return self.start(steps, [], opts)
 
     def monitored_barrier(

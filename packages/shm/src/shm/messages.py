@@ -6,18 +6,33 @@ takes the messages of a box in their order. What nobody has asked for yet, it ke
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shm.fast import put
-from shm.segment import CACHE_LINE_BYTES, MESSAGE_BELL, Segment, Steps
+from shm.segment import COUNTERS_PER_CACHE_LINE, MESSAGE_BELL, Segment, Steps
 from shm.work import CallQueue
 
 PIECE_BYTES, SLOTS = 2**18, 4  # a box holds so many pieces, so that sender and receiver overlap
 BOX_BYTES = SLOTS * PIECE_BYTES
-CACHE_LINES_PER_BOX = 2 + SLOTS  # pieces sent, pieces received, and of each slot what it holds:
-SIZE, TAG, START = 0, 1, 2  # of the message, and where in it this piece begins
+CACHE_LINES_PER_BOX = 2 + SLOTS  # pieces sent, pieces received, and what each slot holds
+SENT, RECEIVED = 0, COUNTERS_PER_CACHE_LINE
+SIZE, TAG, START = 0, 1, 2  # in a slot's cache line: of the message, and where this piece begins
+
+
+def header_of_slot(piece: int) -> int:
+    """Return where the counters begin that say what the slot of this piece holds."""
+    return (2 + piece % SLOTS) * COUNTERS_PER_CACHE_LINE
+
+
+class Box(NamedTuple):
+    """Where one rank puts its messages to another one. The counters are this file's alone."""
+
+    number: int
+    slots: list[Tensor]
+    counters: memoryview
 
 
 @dataclass(eq=False)  # a message equals itself only
@@ -48,39 +63,36 @@ class Messages:
         self.outgoing: list[CallQueue] = []  # to each rank
         for _ in range(segment.world_size):
             self.outgoing.append(deque())
-        self.boxes: dict[int, tuple[int, list[Tensor], list[int]]] = {}  # those in use
+        self.boxes: dict[int, Box] = {}  # those in use
         self.counted: dict[int, int] = {}  # of each box: pieces that this rank sent or received
         self.requests: list[Message] = []  # in the order in which the program asked
         self.arriving: dict[int, Message] = {}  # from each rank: a message that is not complete
         self.unclaimed: list[Message] = []  # what nobody has asked for yet
 
-    def box(self, source: int, target: int) -> tuple[int, list[Tensor], list[int]]:
-        """Its number, its slots, and the places of its counters, one in each cache line."""
-        box = source * self.segment.world_size + target
-        if box in self.boxes:
-            return self.boxes[box]
-        content = self.segment.tensor(self.offset + box * BOX_BYTES, BOX_BYTES)
-        first = self.first_cache_line + CACHE_LINES_PER_BOX * box
-        lines = range(first, first + CACHE_LINES_PER_BOX)
-        places = [line * CACHE_LINE_BYTES // 8 for line in lines]
-        self.boxes[box] = box, list(content.view(SLOTS, PIECE_BYTES)), places
-        return self.boxes[box]
+    def box(self, source: int, target: int) -> Box:
+        """Return the box from one rank to another."""
+        number = source * self.segment.world_size + target
+        if number not in self.boxes:
+            content = self.segment.tensor(self.offset + number * BOX_BYTES, BOX_BYTES)
+            first = self.first_cache_line + CACHE_LINES_PER_BOX * number
+            counters = self.segment.counters_in(first, CACHE_LINES_PER_BOX)
+            self.boxes[number] = Box(number, list(content.view(SLOTS, PIECE_BYTES)), counters)
+        return self.boxes[number]
 
     def send(self, content: Tensor, target: int, tag: int) -> Steps:
         """Send bytes, (N,)."""
-        counters = self.segment.counters
-        box, slots, (sent, received, *headers) = self.box(self.segment.rank, target)
+        box, slots, counters = self.box(self.segment.rank, target)
         for start in range(0, max(1, len(content)), PIECE_BYTES):
             count = self.counted.get(box, 0)
-            while counters[received] <= count - SLOTS:
+            while counters[RECEIVED] <= count - SLOTS:
                 yield [target]  # it has not taken the piece that lies in this slot
             part = content[start : start + PIECE_BYTES]
             put(slots[count % SLOTS][: len(part)], part)
-            header = headers[count % SLOTS]
+            header = header_of_slot(count)
             counters[header + SIZE], counters[header + TAG] = len(content), tag
             counters[header + START] = start
             self.counted[box] = count + 1
-            self.segment.post(sent, count + 1, MESSAGE_BELL)
+            self.segment.post(counters, SENT, count + 1, MESSAGE_BELL)
 
     def receive(self, content: Tensor, source: int | None, tag: int) -> Steps:
         """Receive bytes, (N,), from that rank or from any; returns the rank that sent them."""
@@ -103,12 +115,11 @@ class Messages:
 
     def receive_piece(self, source: int) -> bool:
         """Take a piece out of the box from that rank; False if the box is empty."""
-        counters = self.segment.counters
-        box, slots, (sent, received, *headers) = self.box(source, self.segment.rank)
+        box, slots, counters = self.box(source, self.segment.rank)
         count = self.counted.get(box, 0)
-        if counters[sent] == count:
+        if counters[SENT] == count:
             return False
-        header = headers[count % SLOTS]
+        header = header_of_slot(count)
         if (message := self.arriving.get(source)) is None:
             message = self.begin(source, counters[header + SIZE], counters[header + TAG])
         if (start := counters[header + START]) != message.filled:
@@ -118,14 +129,16 @@ class Messages:
         part.copy_(slots[count % SLOTS][: len(part)])
         message.filled += len(part)
         self.counted[box] = count + 1
-        self.segment.post(received, count + 1, MESSAGE_BELL)
+        self.segment.post(counters, RECEIVED, count + 1, MESSAGE_BELL)
         if message.filled == len(message.content):
             message.complete = True
             del self.arriving[source]
         return True
 
     def begin(self, source: int, size: int, tag: int) -> Message:
-        """Where the next message of that rank goes: to who asked for it first, or to a new one."""
+        """Return where the next message of that rank goes: to the first request for it, or, if
+        there is none, to memory of its own.
+        """
         for message in self.requests:
             if message.matches(source, tag):
                 self.requests.remove(message)

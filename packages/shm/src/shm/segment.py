@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shm.calls import number_of_call, text_of_call
+from shm.calls import decode_call, encode_call
 
 CACHE_LINE_BYTES = 64  # ranks that write to the same one slow each other down
-# Counters of a rank:
+COUNTERS_PER_CACHE_LINE = CACHE_LINE_BYTES // 8
+# Counters of a rank, which this file alone and fast.c write:
 ARRIVED = 0  # its arrivals, or NEVER
 CALL, TRANSFER = 1, 3  # of its last two arrivals, two counters each
-REACHED, PASSED = 5, 6  # monitored barriers: those that it reached, and that rank 0 let it pass
 BELL, MESSAGE_BELL = 8, 10  # rung when it arrives, or sends or receives a piece of a message
 ASLEEP = 1  # behind a bell: does anybody sleep until it rings?
 CACHE_LINES_PER_RANK = 2
@@ -119,12 +119,13 @@ class Cause(NamedTuple):
 
 
 class SharingError(RuntimeError):
-    """These ranks have no memory in common. The text says in one line why, and what to try."""
+    """The ranks share no memory. The text says in one line why, and what to try."""
 
 
 class Segment:
     """Counters in `cache_lines`, those of the ranks first; then `size` bytes for tensors.
 
+    Who asks for other counters, by `counters_in`, owns them.
     Raises SharingError if ranks are on two machines or in two containers, or one has ended.
     """
 
@@ -147,8 +148,8 @@ class Segment:
         self.failure: RuntimeError | None = None  # why this rank takes part in no further call
         self.file = self.open_together(store, self.offset + size)
         self.memory = mmap.mmap(self.file, self.offset + size)
-        self.counters = memoryview(self.memory)[: self.offset].cast("q")
-        width = CACHE_LINES_PER_RANK * CACHE_LINE_BYTES // 8
+        self.counters = self.counters_in(0, CACHE_LINES_PER_RANK * world_size)
+        width = CACHE_LINES_PER_RANK * COUNTERS_PER_CACHE_LINE
         self.places = [rank * width for rank in range(world_size)]
         self.own_place = self.places[rank]
         self.last_rings: dict[int, int] = {}  # bells by their place, as this rank last saw them
@@ -161,7 +162,7 @@ class Segment:
         self.meet()
 
     def keys_of_ranks(self) -> list[str]:
-        """In the store: could this rank open the memory?"""
+        """Return the keys in the store under which each rank says whether it opened the memory."""
         return [f"opened {rank}" for rank in range(self.world_size)]
 
     def open_together(self, store: dist.Store, size: int) -> int:
@@ -196,21 +197,27 @@ class Segment:
         place = self.offset + start
         return torch.frombuffer(self.memory, dtype=torch.uint8, count=size, offset=place)
 
-    def post(self, place: int, value: int, bell: int = BELL) -> None:
+    def counters_in(self, cache_line: int, cache_lines: int) -> memoryview:
+        """Return the counters in so many cache lines from that one on."""
+        begin = cache_line * CACHE_LINE_BYTES
+        end = begin + cache_lines * CACHE_LINE_BYTES
+        return memoryview(self.memory)[begin:end].cast("q")
+
+    def post(self, counters: memoryview, place: int, value: int, bell: int = BELL) -> None:
         """Set a counter, visible after everything that this rank has written and read before, and
         ring. Without a fence, who falls asleep now may miss it, and sleeps for its millisecond.
         """
         self.fence()
-        counters, bell = self.counters, self.own_place + bell
         counters[place] = value  # eight aligned bytes at once
+        counters, bell = self.counters, self.own_place + bell
         counters[bell] += 1
         if counters[bell + ASLEEP]:
             counters[bell + ASLEEP] = 0
             self.futex(self.address + 8 * bell, WAKE, ALL, None)
 
     def sleep_until_bell(self, rank: int, bell: int, seconds: float) -> None:
-        """Until that rank rings, for that long at most. The first call only looks: what happened
-        before that look is seen by who polls again, and what comes later, rings.
+        """Sleep until that rank rings, for that long at most. The first call only looks: what
+        happened before that look is seen by who polls again, and what comes later, rings.
         """
         counters, place = self.counters, self.places[rank] + bell
         rung = counters[place]
@@ -231,7 +238,7 @@ class Segment:
         transfer_counter = TRANSFER + arrivals % 2
         counters[own + call_counter] = call
         counters[own + transfer_counter] = transfer
-        self.post(own + ARRIVED, arrivals)
+        self.post(counters, own + ARRIVED, arrivals)
         for rank, place in self.places_of_others:
             while counters[place + ARRIVED] < arrivals:
                 yield [rank]
@@ -241,20 +248,20 @@ class Segment:
                 self.fail_as_different(rank, call)
 
     def fail_as_different(self, rank: int, call: int) -> NoReturn:
-        """The arrival of that rank is not the one that belongs to this call."""
-        place, odd, own = self.places[rank], self.arrivals % 2, text_of_call(call)
+        """Fail because the arrival of that rank is not the one that belongs to this call."""
+        place, odd, own = self.places[rank], self.arrivals % 2, decode_call(call)
         other_call = self.counters[place + CALL + odd]
         other_transfer = self.counters[place + TRANSFER + odd]
         if other_call < 0:
             self.fail_after(rank, f"complete {own}")
         if other_call != call:
-            what = f"rank {rank} has called {text_of_call(other_call)}"
+            what = f"rank {rank} has called {decode_call(other_call)}"
             self.fail(f"{what}, but rank {self.rank} {own}")
         what = f"rank {rank} is in transfer {other_transfer}, and rank {self.rank} in"
         self.fail(f"{what} {self.transfers}: an earlier call than this {own} was interrupted")
 
     def fail_after(self, rank: int, what: str) -> NoReturn:
-        """That rank has failed, so this one cannot do it either: name the rank that began."""
+        """Fail because that rank has failed, and name the rank where it began."""
         counters, place = self.counters, self.places[rank]
         odd = counters[place + CALL] >= 0
         cause = Cause(counters[place + CALL + odd], counters[place + TRANSFER + odd])
@@ -265,7 +272,7 @@ class Segment:
     def meet(self) -> None:
         """Wait until all ranks are here. Raises SharingError if one of them does not come."""
         end = time.monotonic() + self.limit.total_seconds()
-        for [rank] in self.arrive(number_of_call("barrier")):
+        for [rank] in self.arrive(encode_call("barrier")):
             if time.monotonic() > end or not self.is_alive(rank):
                 raise SharingError(f"shm: rank {rank} opened the memory, and did not come back")
             time.sleep(0.0005)
@@ -300,7 +307,7 @@ class Segment:
             all_here = all(counters[place + ARRIVED] >= arrivals for place in self.places)
             odd = (arrivals + all_here) % 2
             counters[own + CALL + odd], counters[own + TRANSFER + odd] = what, rank
-        self.post(own + ARRIVED, NEVER)
+        self.post(counters, own + ARRIVED, NEVER)
         self.failure = RuntimeError(f"shm: {text}")  # at the end: what is cut off is done again
 
     def has_failed(self, rank: int) -> bool:

@@ -45,7 +45,7 @@ def collective(name: str, size: int, rank: int, ranks: int) -> Callable[[Any], o
     ins, outs = [part[:even] for part in ins], [part[:even] for part in outs]
 
     def send(group: dist.ProcessGroup) -> None:
-        """From rank 0 to rank 1 and back: two messages of half the size."""
+        """Send a message of half the size from rank 0 to rank 1, and another one back."""
         if rank == 0:
             dist.send(x[: size // 8], 1, group)
             dist.recv(y[: size // 8], 1, group)
@@ -109,7 +109,7 @@ def measure_row(
 
 
 class GroupWithoutWork(SharedMemoryGroup):
-    """Its all_reduce does nothing: what is left is the cost of torch itself."""
+    """A group whose all_reduce does nothing: what is left is the cost of torch itself."""
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Work:
         return Completed()
@@ -209,7 +209,7 @@ def provenance(args: Any) -> dict[str, Any]:
 
 
 def commit_of_source() -> str:
-    """As git describes it; "" where there is no git, or no clone."""
+    """Return the commit of this file as git describes it; "" where there is no git, or no clone."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(git, capture_output=True, text=True).stdout.strip()

@@ -9,7 +9,7 @@ Tensors = list[Tensor]  # of one tensor: torch once had one for each device of a
 
 
 def without_autograd(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor that autograd neither records nor counts changes of, as in gloo.
+    """Return the same memory as a tensor that autograd neither records nor counts changes of.
 
     A result of inference_mode may be changed too, by any thread and after that mode has ended.
     """
@@ -36,7 +36,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def without_gaps(values: Tensor) -> Tensor:
-    """The same elements, (N,), as a message holds them: a copy only if there are gaps."""
+    """Return the elements, (N,), as a message holds them: a copy only if there are gaps."""
     has_gaps = values.stride(0) != 1
     return values.clone(memory_format=torch.contiguous_format) if has_gaps else values
 

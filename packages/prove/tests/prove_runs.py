@@ -1,0 +1,87 @@
+"""python -m prove, as a user types it in a folder, without importing torch again.
+
+A fork server imports torch once, and each prove is a copy of it that is there in milliseconds.
+"""
+
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prove.__main__ import main
+
+SECONDS = 60  # more than a script takes by itself; a hang ends here
+TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
+PRELOADED = ["prove.prover", "prove.watch.observe", "pytest", "torch._dynamo"]
+
+forked = multiprocessing.get_context("forkserver")
+torch.set_num_threads(1)  # as every rank has: two tests that run side by side have two cores
+
+
+def patience(seconds: float) -> float:
+    """A time limit that only a hang reaches: the more processes wait for a core, the longer."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def call(function: Callable, *args: Any) -> Any:
+    """Return what function(*args) returns in a process of its own."""
+    with ProcessPoolExecutor(1, forked) as process:
+        return process.submit(function, *args).result(patience(SECONDS))
+
+
+def _prove(folder: Path, texts: Path, env: dict[str, str], arguments: tuple[str, ...]) -> None:
+    # For loaders, as in a rank of torchrun; else each rank would have a fork server of its own.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
+    os.chdir(folder)
+    os.environ.update(env)
+    for number, file in ((0, Path(os.devnull)), (1, texts / "out"), (2, texts / "error")):
+        os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
+    sys.argv = ["prove", *arguments]
+    sys.exit(main())
+
+
+def run(
+    folder: Path, *arguments: str, hashes_differ: bool = False, **env: str
+) -> subprocess.CompletedProcess:
+    """Run prove in this folder; return the ended process, with what it printed.
+
+    hashes_differ: as with a real torchrun, whose ranks hash texts unlike each other; prove then
+    starts one of its ranks anew, for seconds.
+    """
+    env |= {"OMP_NUM_THREADS": "1"} | ({} if hashes_differ else {"PYTHONHASHSEED": "0"})
+    with tempfile.TemporaryDirectory(prefix="printed-") as name:
+        texts = Path(name)
+        process = forked.Process(target=_prove, args=(folder, texts, env, arguments))
+        process.start()
+        process.join(patience(3 * SECONDS))
+        if process.is_alive():
+            process.terminate()  # it then ends its ranks
+            raise TimeoutError(arguments)
+        out, error = ((texts / name).read_text() for name in ("out", "error"))
+    return subprocess.CompletedProcess(arguments, process.exitcode, out, error)
+
+
+def verdicts(folder: Path, *arguments: str, hashes_differ: bool = False) -> dict[str, str]:
+    """Return the verdict of each row."""
+    with tempfile.TemporaryDirectory(prefix="rows-") as name:
+        file = Path(name, "rows.json")
+        process = run(folder, f"--json={file}", *arguments, hashes_differ=hashes_differ)
+        assert file.exists(), process.stderr
+        result = json.loads(file.read_text())
+    assert result["rows"], result["error"]
+    return {row["check"]: row["verdict"] for row in result["rows"]}
+
+
+def verdict(process: subprocess.CompletedProcess, check: str) -> str:
+    """Return the printed verdict of this check; `no row` and all output if there is none."""
+    row = re.search(rf"^(right|WRONG|warning|not seen) +{check}(  |$)", process.stdout, re.M)
+    return row[1] if row else f"no row: {process.stdout}{process.stderr}"
