@@ -15,8 +15,8 @@ from prove.judge.run_reasons import RunReason
 from prove.judge.samples import sample_rows_by_content
 from prove.random_state import worker_drew
 from prove.rank_record import LoaderPass, RankRecord
+from prove.watch.batches import as_double, tensors_in
 from prove.watch.data import fingerprint
-from prove.watch.samples import as_double, tensors_in
 from prove_cases import planted, training_of
 
 

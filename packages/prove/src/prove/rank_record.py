@@ -40,7 +40,7 @@ class ReplayVariant(StrEnum):
     ONE_DRAW = "-one-draw"  # all samples of a batch get one and the same draw
     NO_DROPOUT = "-no-dropout"
     LONGER = "-longer"  # the observed run, to where the shortest epoch of a rank ends
-    BLOCKS = "-blocks"  # several rows of a sample lie in blocks: see samples.owners_of_rows
+    BLOCKS = "-blocks"  # several rows of a sample lie in blocks: see batches.owners_of_rows
 
 
 class Ended(StrEnum):

@@ -6,7 +6,7 @@ data.py, schedule.py          loaders; learning rates
 model.py, outputs.py, loss.py, steps.py, model_tensors.py    forward, backward, steps
 effects.py       files, printed lines, and messages between the ranks
 operations.py, random_numbers.py    changed parameters, and random numbers
-draws.py, samples.py, feeder.py     how one rank gets the draws and the samples of all
+draws.py, batches.py, feeder.py     how one rank gets the draws and the samples of all
 sources.py       how one rank gets what a loop without a DataLoader reads on all of them
 pretend_gpus.py, sync_batchnorm.py  scripts written for GPUs
 """

@@ -12,11 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from prove import random_state
 from prove.rank_record import EVALUATION_FACTOR, LoaderPass
-from prove.watch.draws import Draws
-from prove.watch.feeder import Feeder
-from prove.watch.model import ModelWatcher
-from prove.watch.rank_run import RankRun, save_tensors, where, wrap
-from prove.watch.samples import (
+from prove.watch.batches import (
     Collated,
     RecordedBatch,
     RecordingCollate,
@@ -27,6 +23,10 @@ from prove.watch.samples import (
     first_tensor,
     freeze,
 )
+from prove.watch.draws import Draws
+from prove.watch.feeder import Feeder
+from prove.watch.model import ModelWatcher
+from prove.watch.rank_run import RankRun, save_tensors, where, wrap
 
 EPOCHS = 3  # after which the run ends
 MOST_INDICES = 2_000_000  # more are not listed: a sampler may have no end

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from prove import random_state
 from prove.rank_record import Finding, Mode, ReplayVariant
+from prove.watch.batches import CannotMergeError, are_equal, interleave, order_of_rows
 from prove.watch.rank_run import RankRun, where
-from prove.watch.samples import CannotMergeError, are_equal, interleave, order_of_rows
 
 MOST_BYTES = 2_000_000_000  # of one rank's draws
 DRAWS_WITHOUT_TAG = {"random_", "random", "binomial", "_sample_dirichlet", "feature_dropout"}

@@ -22,10 +22,7 @@ from prove.rank_record import (
     read_records,
     tensors_file,
 )
-from prove.watch.draws import Draw, DrawKey, Draws
-from prove.watch.model_tensors import parameters_of, tensors_of
-from prove.watch.rank_run import RankRun, where, wrap
-from prove.watch.samples import (
+from prove.watch.batches import (
     RecordedBatch,
     are_same,
     as_double,
@@ -35,6 +32,9 @@ from prove.watch.samples import (
     owners_of_rows,
     tensors_in,
 )
+from prove.watch.draws import Draw, DrawKey, Draws
+from prove.watch.model_tensors import parameters_of, tensors_of
+from prove.watch.rank_run import RankRun, where, wrap
 
 NO_LOADER = -1  # stands for the number of a pass, where there is no loader
 DROPOUTS = ["dropout", "dropout1d", "dropout2d", "dropout3d"]

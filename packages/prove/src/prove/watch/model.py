@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from prove.comparable import full_tensor
 from prove.rank_record import DDPRecord, EvaluatedModule, ModelCall, Note, Projection
 from prove.watch import steps
+from prove.watch.batches import batch_size_of, checksum, copy_tensors, tensors_in
 from prove.watch.draws import Draws
 from prove.watch.feeder import Feeder, InputKeeper
 from prove.watch.float64 import make_double, widen
@@ -32,7 +33,6 @@ from prove.watch.model_tensors import (
 )
 from prove.watch.outputs import OutputWatcher
 from prove.watch.rank_run import RankRun, where, wrap
-from prove.watch.samples import batch_size_of, checksum, copy_tensors, tensors_in
 from prove.watch.steps import MOST_STEPS, FunctionalParameters, StepWatcher
 
 MOST_CALLS = 64

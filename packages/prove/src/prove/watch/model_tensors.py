@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from prove.comparable import NotComparableError, comparable, full_tensor
 from prove.rank_record import Projection
-from prove.watch.samples import copy_tensors
+from prove.watch.batches import copy_tensors
 
 not_comparable: set[str] = set()  # the kinds of tensors for which there is no projection
 

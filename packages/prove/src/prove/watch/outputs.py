@@ -9,9 +9,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from prove.comparable import NotComparableError, comparable
 from prove.rank_record import LayerOutput
+from prove.watch.batches import tensors_in
 from prove.watch.model_tensors import projection_vector, without_wrappers
 from prove.watch.rank_run import RankRun, is_loading
-from prove.watch.samples import tensors_in
 
 MOST_OUTPUTS = 2000
 

@@ -43,7 +43,7 @@ PATHS = sysconfig.get_paths()
 LIBRARIES = tuple({PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 LOADING_FILES = {  # a rank in one of them loads data or imports; our two files read samples, too
     inspect.getfile(torch.utils.data.DataLoader), "<frozen importlib._bootstrap>",
-    os.path.join(HERE, "data.py"), os.path.join(HERE, "samples.py"),
+    os.path.join(HERE, "data.py"), os.path.join(HERE, "batches.py"),
 }  # fmt: skip
 DDP_FILE = inspect.getfile(torch.nn.parallel.DistributedDataParallel)
 STEPS_PER_BATCH = 3  # without a loader, --batches stands for as many steps as in three epochs

@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from prove import random_state
 from prove.rank_record import CENTERED, DataFinding, Mode, Statistic, loop_file, read_records
 from prove.watch import loss
+from prove.watch.batches import CannotMergeError, interleave, own_copy, tensors_in
 from prove.watch.draws import MOST_BYTES, Draws
 from prove.watch.feeder import Feeder, InputKeeper, batch_of_forward, size_of
 from prove.watch.model_tensors import project
@@ -37,7 +38,6 @@ from prove.watch.rank_run import (
     where,
     wrap,
 )
-from prove.watch.samples import CannotMergeError, interleave, own_copy, tensors_in
 from prove.watch.steps import StepWatcher
 
 READS = {"__getitem__", "index_select"}
