@@ -11,7 +11,7 @@ SPHINX := $(SITE)/bin/python -m sphinx -q -E -W --keep-going -j auto -c docs/sit
 TYPED_FOLDERS := $(sort $(dir $(wildcard 0*_*/*.py 0*_*/*/*.py beyond/*/*.py)))
 TYPED_FOLDERS += $(sort $(dir $(wildcard packages/*/src/*/*.py packages/*/evidence/*/*.py)))
 TYPED_FOLDERS += packages/prove/src/prove/judge/ packages/prove/src/prove/watch/
-TYPED_FOLDERS += common/ notebooks/ benchmarks/ benchmarks/measure/ benchmarks/draw/ docs/tools/
+TYPED_FOLDERS += common/ notebooks/ benchmarks/ benchmarks/measure/ benchmarks/tables/ docs/pictures/
 
 .PHONY: help tour test format lint break puzzle check-pages bench gpu pictures notebooks bench-all faults
 .PHONY: shm-suite pages-quick pages site serve clean
@@ -33,6 +33,7 @@ lint: $(VENV)/ready  ## check style, types and shell scripts: a minute
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	for folder in $(TYPED_FOLDERS); do $(RUN) -m mypy $$folder[!0-9]*.py || exit 1; done
+	$(RUN) -m mypy --no-namespace-packages docs/tools/*.py
 	$(VENV)/bin/shellcheck .ci/run $(wildcard 0*/launch/*.sh 0*/launch/*.sbatch)
 
 break: $(VENV)/ready  ## try a row of a "Break it" table: STAGE=04 ROW=2; without ROW, list the rows
@@ -52,7 +53,7 @@ gpu: $(VENV)/ready  ## on a GPU: run and measure all that needs one, in ten minu
 	$(RUN) benchmarks/gpu.py $(FLAGS)
 
 pictures: $(VENV)/ready  ## draw the pictures of the pages from the committed results
-	$(RUN) benchmarks/pictures.py
+	$(RUN) docs/pictures/draw.py
 
 notebooks: $(VENV)/ready  ## execute the notebooks in place: three minutes
 	$(RUN) notebooks/execute.py $(FLAGS)

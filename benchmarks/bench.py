@@ -18,8 +18,6 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.draw import shm_tables, training_tables
-from benchmarks.draw.tables import origin_of
 from benchmarks.measure.memory import measure_process_memory
 from benchmarks.measure.one_gpu import (
     measure_formats,
@@ -35,6 +33,8 @@ from benchmarks.measure.shm_calls import measure_shm
 from benchmarks.measure.stages import measure_stages, measure_survive
 from benchmarks.measure.timing import Effort
 from benchmarks.result_files import RESULTS, Results, machine_file, provenance, save, save_part
+from benchmarks.tables import measurements
+from benchmarks.tables.pages import origin_of
 from common.options import Parser, UsageError, exit_on, int_at_least
 
 
@@ -45,19 +45,19 @@ class Section(NamedTuple):
     on_gpu: bool = False  # otherwise it is measured on the CPU only
 
 
-SHM_TABLES = (shm_tables.sizes, shm_tables.python_calls, shm_tables.calls)
+SHM_TABLES = (measurements.shm_sizes, measurements.shm_python_calls, measurements.shm_calls)
 SECTIONS = {
-    "stages": Section(measure_stages, tables=(training_tables.stages,), on_gpu=True),
+    "stages": Section(measure_stages, tables=(measurements.stages,), on_gpu=True),
     "process_memory": Section(measure_process_memory, on_gpu=True),
-    "formats": Section(measure_formats, tables=(training_tables.formats,), on_gpu=True),
-    "peaks": Section(measure_peaks, tables=(training_tables.peaks,), on_gpu=True),
+    "formats": Section(measure_formats, tables=(measurements.formats,), on_gpu=True),
+    "peaks": Section(measure_peaks, tables=(measurements.peaks,), on_gpu=True),
     "replicas": Section(measure_replicas, on_gpu=True),
     "gloo": Section(measure_gloo, on_gpu=True),
     "nccl": Section(measure_nccl, on_gpu=True),
-    "reducers": Section(measure_reducers, file="reducers", tables=(training_tables.ratios,)),
+    "reducers": Section(measure_reducers, file="reducers", tables=(measurements.ratios,)),
     "shm": Section(measure_shm, file="shm", tables=SHM_TABLES),
-    "survive": Section(measure_survive, file="survive", tables=(training_tables.survive,)),
-    "shard": Section(measure_sharding, file="shard", tables=(training_tables.shard,)),
+    "survive": Section(measure_survive, file="survive", tables=(measurements.survive,)),
+    "shard": Section(measure_sharding, file="shard", tables=(measurements.shard,)),
     "puzzles": Section(measure_puzzles, file="puzzles"),
 }
 

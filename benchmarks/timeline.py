@@ -18,11 +18,11 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "packages/prove/src"))
 
-from benchmarks.draw.step_pictures import draw, picture, table
 from benchmarks.measure.recordings import WARM_UP, record, record_stages, shown_steps
 from benchmarks.result_files import RESULTS, save_part, write_json
 from benchmarks.variants import STAGES, VARIANTS, stages_in
 from common.options import Parser, UsageError, exit_on, int_at_least
+from docs.pictures.timeline import draw, picture, table
 
 FILE = RESULTS / "timeline.json"
 

@@ -12,9 +12,9 @@ from argparse import SUPPRESS, Namespace
 
 import torch
 
-from benchmarks.draw.tour_report import learned, report, speeds
 from benchmarks.measure.tour_runs import measure_tour
 from benchmarks.result_files import write_json
+from benchmarks.tables.tour_report import learned, report, speeds
 from benchmarks.variants import STAGES, stages_in
 from common.data import local_batch_size
 from common.options import UsageError, exit_on, int_at_least, make_parser

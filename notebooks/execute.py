@@ -3,7 +3,7 @@
     python notebooks/execute.py 01 04
 
 `make notebooks` executes all of them in place, and each keeps the digest of what pictures are made
-of: the committed results and the benchmarks. In a test a notebook runs again: it may not fail, its
+of: the committed results and the programs. In a test a notebook runs again: it may not fail, its
 texts must be the same (but for cells with the tag `measured`), and the exercise must take the right
 answer and refuse a wrong one. Both stand in the metadata of its cell, and what they replace there,
 which is `None` otherwise. So does, as `quick`, what makes a long measurement or training short in a
@@ -90,8 +90,9 @@ def errors_of(cell: NotebookNode) -> str:
 def made_of() -> list[Path]:
     """The results that are committed, and the programs that draw them."""
     results = [*RESULTS.glob("*.json"), *RESULTS.glob("once/*.json"), RESULTS / f"{MACHINE}.json"]
-    own = [ROOT / "notebooks" / name for name in ("measure_link.py", "same_result.py")]
-    return sorted([*results, *(ROOT / "benchmarks").rglob("*.py"), *own])
+    own = [ROOT / "notebooks" / name for name in ("measure_link.py", "plots.py", "same_result.py")]
+    folders = (ROOT / "benchmarks", ROOT / "docs/pictures")
+    return sorted([*results, *(path for each in folders for path in each.rglob("*.py")), *own])
 
 
 def stamp() -> str:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from matplotlib.axes import Axes
 
-from benchmarks.draw.plots import VARIANT_COLORS
 from benchmarks.variants import STAGES, VARIANTS
 from helpers import oracle, train_stage
+from plots import VARIANT_COLORS
 
 Losses = list[float]  # of every step
 

@@ -19,9 +19,9 @@ import torch
 from cycler import cycler
 from matplotlib_inline.backend_inline import set_matplotlib_formats
 
-from benchmarks.draw.plots import COLORS
 from benchmarks.result_files import RESULTS, Results
 from common.chapters import ROOT
+from plots import COLORS
 
 __all__ = ["COLORS", "ROOT", "check", "committed"]
 

@@ -9,8 +9,8 @@ an `output of:` fence.
 import json
 import re
 
-from benchmarks.draw.tables import text_of
 from benchmarks.result_files import RESULTS, save
+from benchmarks.tables.pages import text_of
 from repository_pages import ALL_PAGES, ROOT, TABLE, fences, shell, without_speeds
 
 

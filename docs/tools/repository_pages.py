@@ -13,7 +13,7 @@ measurement. What another CPU may print differently stands behind the command:
     <!-- output of: COMMAND; decimals within 2 % -->        numbers with a point or an exponent
     <!-- output of: COMMAND; whole numbers within 5 -->     measured ones; otherwise they are counts
 
-Between <!-- table: NAME --> and <!-- end of table --> stands what benchmarks/draw/tables.py makes.
+Between <!-- table: NAME --> and <!-- end of table --> stands what benchmarks/tables/pages.py makes.
 Above a diff fence stands which part of the stage's lesson.diff it shows: see write_lessons.py; or
 <!-- break it: FILE TEST -->: with this change to the file, the test fails. Above a python fence may
 stand <!-- part of: FILE -->: it is a part of that file, word for word; ... leaves lines out.

@@ -4,14 +4,16 @@ import json
 import re
 import sys
 from functools import cache
+from itertools import chain
 
 import pytest
 import torch
 
 from benchmarks import bench, result_files
-from benchmarks.draw import tables, training_tables
 from benchmarks.measure import stage_runs, stages
 from benchmarks.measure.timing import AA, Effort
+from benchmarks.tables import measurements
+from benchmarks.tables import pages as page_tables
 from benchmarks.variants import VARIANTS, Layout
 from common.chapters import ROOT, load_program
 from helpers.local_ranks import run_script
@@ -94,7 +96,7 @@ def test_speeds_of_several_ranks_are_shares_of_what_processes_reach_that_never_t
     assert shares == {ceiling: 1} | dict.fromkeys(talking, 0.8)
     assert rows[ceiling]["label"] == "ceiling: 2 processes that never talk"
     assert rows[ceiling]["samples_per_second"] == 120 / 0.004
-    assert " 80% (80% to 80%)" in training_tables.stages(results)
+    assert " 80% (80% to 80%)" in measurements.stages(results)
 
 
 def test_a_stage_that_fails_is_left_out_and_the_others_are_measured(monkeypatch):
@@ -211,11 +213,11 @@ def test_a_wrong_call_ends_in_one_line(call, tmp_path):
 
 def test_every_result_is_shown_and_tells_where_it_comes_from():
     pages = "".join(path.read_text() for path in ALL_PAGES)
-    assert all(f"<!-- table: {name} -->" in pages for name in tables.TABLES)
-    parts = {name: (table.file, table.parts) for name, table in tables.TABLES.items()}
+    assert all(f"<!-- table: {name} -->" in pages for name in page_tables.TABLES)
+    parts = {name: (table.file, table.parts) for name, table in page_tables.TABLES.items()}
     told = {part for name, part in parts.items() if f"<!-- table: origin of {name} -->" in pages}
     assert told == set(parts.values())
-    sources = {table.file for table in tables.TABLES.values()} - {result_files.MACHINE}
+    sources = {table.file for table in page_tables.TABLES.values()} - {result_files.MACHINE}
     linked = set(re.findall(r"\bresults/((?:once/|gpu/[\w-]+/)?\w+)\.json", pages))
     folders = (result_files.RESULTS.glob(f"{name}*.json") for name in ("", "once/", "gpu/*/"))
     paths = (path.relative_to(result_files.RESULTS) for folder in folders for path in folder)
@@ -250,14 +252,17 @@ def test_with_accumulation_views_save_at_the_peak_only_if_gradients_are_zeroed_i
     assert in_place < apart - GRADIENT_BYTES / 2
 
 
-def imports_between(source: str, target: str) -> list[str]:
-    """The files of one part of benchmarks/ that import from another one."""
-    files = (ROOT / "benchmarks" / source).glob("*.py")
-    return [path.name for path in files if f"benchmarks.{target}" in path.read_text()]
+def imports_of(folder: str) -> dict[str, set[str]]:
+    """What measures, tabulates or draws, as the programs of this folder import it."""
+    files = (ROOT / folder).glob("*.py")
+    pattern = r"^from (benchmarks\.measure\.?\w*|benchmarks\.tables|docs\.pictures)"
+    return {path.name: {*re.findall(pattern, path.read_text(), re.M)} for path in files}
 
 
-def test_what_measures_does_not_draw_and_what_draws_knows_only_the_form_of_a_recording():
-    assert imports_between("measure", "draw") == []
-    assert imports_between("draw", "measure") == ["step_pictures.py"]
-    text = (ROOT / "benchmarks" / "draw" / "step_pictures.py").read_text()
-    assert re.findall(r"benchmarks\.measure\S*", text) == ["benchmarks.measure.timeline_recorder"]
+def test_what_measures_neither_tabulates_nor_draws_which_knows_only_the_form_of_a_recording():
+    assert not {*chain(*imports_of("benchmarks/measure").values())} & {"benchmarks.tables", "docs.pictures"}
+    assert {*chain(*imports_of("benchmarks/tables").values())} == {"benchmarks.tables"}
+    drawing = imports_of("docs/pictures")
+    assert drawing.pop("draw.py") == {"benchmarks.tables", "docs.pictures"}
+    assert {*chain(*drawing.values())} == {"docs.pictures", "benchmarks.measure.timeline_recorder"}
+    assert "benchmarks.measure.timeline_recorder" in drawing["timeline.py"]

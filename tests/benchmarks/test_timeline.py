@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils.data import DataLoader, IterableDataset
 
-from benchmarks.draw import step_pictures
 from benchmarks.measure import timeline_recorder
 from benchmarks.measure.recordings import read_recordings, recorder_variables, shown_steps
 from benchmarks.measure.timeline_recorder import MESSAGES, Kind, Recording, Span, Step
 from common.chapters import load_program
+from docs.pictures import timeline
 from helpers.local_ranks import run_on_ranks, run_script
 from helpers.refusals import assert_one_line, refusal
 
@@ -38,12 +38,12 @@ def span(kind: Kind, begin: float, end: float) -> Span:
 
 def test_a_rank_waits_until_the_last_rank_has_come_and_then_all_send():
     early, late = span(Kind.MESSAGE, 1.0, 6.0), span(Kind.MESSAGE, 4.0, 6.0)
-    lanes = step_pictures.lanes(step([early], [late]))
+    lanes = timeline.lanes(step([early], [late]))
     parts = {lane.name: [*lane.parts] for lane in lanes if lane.parts}
     assert [*lanes[1].parts] == [("waiting", 1.0, 4.0), ("sending", 4.0, 6.0)]
     assert [*lanes[3].parts] == [("waiting", 4.0, 4.0), ("sending", 4.0, 6.0)]
     assert parts.keys() == {"messages"}
-    alone = step_pictures.lanes(step([early], []))  # the control: they send unlike numbers
+    alone = timeline.lanes(step([early], []))  # the control: they send unlike numbers
     assert [*alone[1].parts] == [("waiting", 1.0, 1.0), ("sending", 1.0, 6.0)]
 
 
@@ -56,7 +56,7 @@ def test_a_rank_that_a_message_keeps_from_computing_is_not_drawn_as_computing():
         span(Kind.BUCKET, 5.0, 6.0),
         span(Kind.BUCKET, 7.0, 9.0),
     ]
-    assert [*step_pictures.lanes(step(spans, spans))[0].parts] == [
+    assert [*timeline.lanes(step(spans, spans))[0].parts] == [
         ("forward", 0.0, 1.0),
         ("forward", 2.0, 4.0),
         ("backward", 4.0, 7.0),  # after the last bucket, it waits for the mean
@@ -125,7 +125,7 @@ def test_the_messages_of_a_step_are_seen_and_its_parts_follow_each_other(how, me
 def test_the_replicas_of_data_parallel_are_threads_and_around_them_the_process_copies(tmp_path):
     run_on_ranks(1, _train, tmp_path, "threads")
     shown = shown_steps(read_recordings(tmp_path))
-    process, *replicas = step_pictures.lanes(shown["median"])
+    process, *replicas = timeline.lanes(shown["median"])
     assert [lane.name for lane in replicas] == ["replica 0", "replica 1"]
     assert all([kind for kind, *_ in lane.parts] == ["forward"] for lane in replicas)
     assert [kind for kind, *_ in process.parts] == ["backward", "optimizer", "sending", "sending"]
@@ -173,8 +173,8 @@ def messages_and_sending(folder: Path, is_sharded: bool, known: str) -> tuple[in
     folder.mkdir()
     run_on_ranks(2, _train_sharded_or_send, folder, is_sharded, known)
     shown = shown_steps(read_recordings(folder))["median"]
-    [messages] = {len(step_pictures.messages_of(rank["spans"])) for rank in shown["ranks"]}
-    parts = [part for lane in step_pictures.lanes(shown) for part in lane.parts]
+    [messages] = {len(timeline.messages_of(rank["spans"])) for rank in shown["ranks"]}
+    parts = [part for lane in timeline.lanes(shown) for part in lane.parts]
     return messages, any(part.kind == "sending" and part.end > part.begin for part in parts)
 
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks import result_files, tour
-from benchmarks.draw import tour_report
 from benchmarks.measure import stage_runs, tour_runs
+from benchmarks.tables import tour_report
 from benchmarks.variants import VARIANTS, Layout
 from common.chapters import ROOT
 from helpers.local_ranks import launch_script, run_script

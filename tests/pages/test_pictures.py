@@ -5,16 +5,16 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from benchmarks import pictures, result_files
-from benchmarks.draw import step_pictures
+from benchmarks import result_files
 from check_pages import CHINESE
+from docs.pictures import draw, timeline
 from repository_pages import ALL_PAGES
 
 
-@pytest.mark.parametrize("name", pictures.PICTURES)
+@pytest.mark.parametrize("name", draw.PICTURES)
 def test_a_picture_is_what_the_program_draws_and_a_browser_can_read_it(name):
-    text = pictures.path_of(name).read_text()
-    assert text == pictures.PICTURES[name](), "run: make pictures"
+    text = draw.path_of(name).read_text()
+    assert text == draw.PICTURES[name](), "run: make pictures"
     root = ElementTree.fromstring(text)
     title, description = (root.findtext(f"{{*}}{tag}") for tag in ("title", "desc"))
     assert title
@@ -24,9 +24,9 @@ def test_a_picture_is_what_the_program_draws_and_a_browser_can_read_it(name):
 def test_another_recording_gives_another_picture():
     """The control of the test above."""
     results = result_files.load("timeline")["net-bn"]
-    before = step_pictures.picture(results)
+    before = timeline.picture(results)
     results["stages"]["04"]["median"]["ranks"][1]["spans"].pop()
-    assert step_pictures.picture(results) != before
+    assert timeline.picture(results) != before
 
 
 def test_every_picture_stands_on_a_page_and_has_a_description_there():
@@ -35,8 +35,8 @@ def test_every_picture_stands_on_a_page_and_has_a_description_there():
         for page in (*ALL_PAGES, *CHINESE)
         for match in re.findall(r"!\[(.+)\]\([./\w]*pictures/(\w+)\.svg\)", page.read_text())
     ]
-    assert {name for _, name in shown} == {path.stem for path in pictures.FOLDER.iterdir()}
-    assert {name for _, name in shown} == pictures.PICTURES.keys()
+    assert {name for _, name in shown} == {path.stem for path in draw.FOLDER.glob("*.svg")}
+    assert {name for _, name in shown} == draw.PICTURES.keys()
 
 
 def test_under_every_widget_stands_a_picture_that_github_shows():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.draw import tables
+from benchmarks.tables.pages import text_of
 from check_pages import CHINESE
 from helpers.local_ranks import launch_script, run_script
 from helpers.machine import scratch_folder
@@ -112,7 +112,7 @@ def test_the_first_lines_of_the_readme_are_what_changes_between_the_minimal_scri
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda path: path.parent.name)
 def test_the_tables_are_those_of_the_committed_results(page):
     for match in TABLE.finditer(page.read_text()):
-        assert match["text"].strip() == tables.text_of(match["name"]), "run: make pages"
+        assert match["text"].strip() == text_of(match["name"]), "run: make pages"
 
 
 COUNTED = re.compile(

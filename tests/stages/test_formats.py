@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks import result_files
-from benchmarks.draw.tables import TABLES
+from benchmarks.tables.pages import TABLES
 from common.chapters import ROOT, load_program
 from helpers.train_stage import train_once
 

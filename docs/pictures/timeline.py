@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from benchmarks.draw.svg import SIZE, WIDTH, Drawing
 from benchmarks.measure.timeline_recorder import MESSAGES, Kind, Span, Step
 from benchmarks.result_files import Results, origin_line
 from benchmarks.variants import VARIANTS
+from docs.pictures.svg import SIZE, WIDTH, Drawing
 
 WAITING, SENDING = "waiting", "sending"
 # What a part may be: svg.py has a color for each.

@@ -1,13 +1,36 @@
-"""The tables of training: steps that were timed, predicted or hurt on purpose."""
+"""The tables of what was measured, as a page on GitHub holds them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from statistics import mean
 from typing import Any
 
-from benchmarks.draw.markdown import RATIO, Column, column, table_of_columns, table_of_rows
+from tabulate import tabulate
+
 from benchmarks.result_files import MIB, Results
 
+RATIO = "{ratio:.2f} ({ratio_interval[0]:.2f} to {ratio_interval[1]:.2f})"
+
+Column = Mapping[str, str]  # the cell of each line that has one
 SHARDED = ("parameters", "gradients", "optimizer state")  # what each rank of shard/ holds
+
+
+def table_of_columns(columns: Mapping[str, Column], head: str = "") -> str:
+    """The lines are those of the longest column; others may lack some of them."""
+    names = max(columns.values(), key=len)
+    lines = [[name, *(cells.get(name, "") for cells in columns.values())] for name in names]
+    return tabulate(lines, (head, *columns), "github", disable_numparse=True)
+
+
+def column(rows: Mapping[str, Any], cell: str | Callable[[Any], str]) -> Column:
+    """cell: what makes the text of a row, or the format of its numbers."""
+    cell_of = cell.format_map if isinstance(cell, str) else cell
+    return {name: cell_of(row) for name, row in rows.items()}
+
+
+def table_of_rows(rows: Iterable[Results], columns: Mapping[str, str]) -> str:
+    """A line for each row; the columns are formats of its numbers."""
+    lines = [[cell.format_map(row) for cell in columns.values()] for row in rows]
+    return tabulate(lines, [*columns], "github", disable_numparse=True)
 
 
 def stages(results: Results) -> str:
@@ -169,3 +192,60 @@ def faults(results: Results) -> str:
 
 def pauses(results: Results) -> str:
     return table_of_rows(judged(results), {"pause": "{what}", **JUDGED})
+
+
+def size_text(size: int) -> str:
+    return f"{size // 2**10} KiB" if size < 2**20 else f"{size // 2**20} MiB"
+
+
+def shm_sizes(results: Results) -> str:
+    """A line for each size of an all-reduce, beside the copy that it cannot outrun."""
+    rows = []
+    for row in results["rows"]:
+        times_gloo, share = row["gloo_us"] / row["shm_us"], row["limit_us"] / row["shm_us"]
+        size = size_text(row["bytes"])
+        rows.append({**row, "size": size, "times_gloo": times_gloo, "share": share})
+    columns = {
+        "size": "{size}",
+        "n": "{n}",
+        "limit, µs": "{limit_us:,.1f}",
+        "gloo, µs": "{gloo_us:,.0f}",
+        "shm, µs": "{shm_us:,.1f}",
+        "its quartiles": "{shm_us_quartiles[0]:,.1f} to {shm_us_quartiles[1]:,.1f}",
+        "gloo / shm": "{times_gloo:.1f}",
+        "of the limit": "{share:.2f}",
+    }
+    return table_of_rows(rows, columns)
+
+
+def shm_python_calls(results: Results) -> str:
+    """What a call costs where nobody waits and hardly a byte moves."""
+    columns = {"an all_reduce of 4 KiB": "{what}", "n": "{n}", "µs": "{us:.1f}"}
+    columns["its quartiles"] = "{us_quartiles[0]:.1f} to {us_quartiles[1]:.1f}"
+    return table_of_rows(results["python"], columns)
+
+
+def shm_in_place(results: Results) -> str:
+    rows = [{**row, "size": size_text(row["bytes"])} for row in results["rows"]]
+    columns = {
+        "size": "{size}",
+        "n": "{n}",
+        "limit, µs": "{limit_us:,.1f}",
+        "fast.c": "{rows_us:,.1f}",
+        "tensors in shared memory": "{shared_tensors_us:,.1f}",
+        "process_vm_readv": "{process_vm_readv_us:,.1f}",
+    }
+    return table_of_rows(rows, columns)
+
+
+def shm_calls(results: Results) -> str:
+    """gloo's time over shm's, of all sizes: the least and the most favorable one."""
+    times: dict[str, dict[str, list[float]]] = {}
+    for row in results["calls"]:
+        of_call = times.setdefault(f"{row['ranks']} ranks", {}).setdefault(row["call"], [])
+        of_call.append(row["gloo_us"] / row["shm_us"])
+    return table_of_columns({ranks: column(row, extremes) for ranks, row in times.items()})
+
+
+def extremes(times: list[float]) -> str:
+    return f"{min(times):.1f} to {max(times):.0f}"

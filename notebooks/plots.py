@@ -33,7 +33,7 @@ HATCHES = ["", "//", "\\\\", "xx", "..", "++", "oo", "--"]  # distinct without c
 BLANK = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 Look = tuple[str, str]  # color and hatch
 
-# The hues of svg.py where it draws the same kind, in shades of Okabe and Ito.
+# The hues of docs/pictures/svg.py where it draws the same kind, in shades of Okabe and Ito.
 HELD: dict[str, Look] = {  # what a process holds, by kind
     "parameters": (GREEN, ""),
     "buffers": (BLACK, ""),

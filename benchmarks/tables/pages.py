@@ -8,8 +8,8 @@ between, and a test compares it with what is committed.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.draw import shm_tables, tour_report, training_tables
 from benchmarks.result_files import GPU, MACHINE, Results, load
+from benchmarks.tables import measurements, tour_report
 
 ORIGIN = "origin of "  # before the name of a table
 
@@ -51,23 +51,23 @@ def on_gpu(section: str) -> tuple[str, ...]:
 TABLES = {
     "tour": Table("tour", tour_report.learned),
     "repeats": Table("tour", tour_report.repeats),
-    "stages": Table(MACHINE, training_tables.stages, ("stages",)),
-    "threads": Table("once/threads", training_tables.ratios),
-    "reducers": Table("reducers", training_tables.ratios),
-    "scaling": Table("once/scaling", training_tables.scaling),
-    "local_sgd": Table("once/local_sgd", training_tables.local_sgd),
-    "local_sgd_links": Table("once/local_sgd_links", training_tables.local_sgd_links),
-    "survive": Table("survive", training_tables.survive),
-    "shard": Table("shard", training_tables.shard),
-    "shm": Table("shm", shm_tables.sizes),
-    "shm_python": Table("shm", shm_tables.python_calls),
-    "shm_in_place": Table("once/shm_in_place", shm_tables.in_place),
-    "shm_calls": Table("shm", shm_tables.calls),
-    "faults": Table("injected_faults", training_tables.faults),
-    "formats": Table(GPU, training_tables.formats, on_gpu("formats")),
-    "peaks": Table(GPU, training_tables.peaks, on_gpu("peaks")),
-    "gloo": Table(GPU, training_tables.gloo, on_gpu("gloo")),
-    "pauses": Table("injected_faults", training_tables.pauses, ("pauses",)),
+    "stages": Table(MACHINE, measurements.stages, ("stages",)),
+    "threads": Table("once/threads", measurements.ratios),
+    "reducers": Table("reducers", measurements.ratios),
+    "scaling": Table("once/scaling", measurements.scaling),
+    "local_sgd": Table("once/local_sgd", measurements.local_sgd),
+    "local_sgd_links": Table("once/local_sgd_links", measurements.local_sgd_links),
+    "survive": Table("survive", measurements.survive),
+    "shard": Table("shard", measurements.shard),
+    "shm": Table("shm", measurements.shm_sizes),
+    "shm_python": Table("shm", measurements.shm_python_calls),
+    "shm_in_place": Table("once/shm_in_place", measurements.shm_in_place),
+    "shm_calls": Table("shm", measurements.shm_calls),
+    "faults": Table("injected_faults", measurements.faults),
+    "formats": Table(GPU, measurements.formats, on_gpu("formats")),
+    "peaks": Table(GPU, measurements.peaks, on_gpu("peaks")),
+    "gloo": Table(GPU, measurements.gloo, on_gpu("gloo")),
+    "pauses": Table("injected_faults", measurements.pauses, ("pauses",)),
 }
 
 

@@ -1,23 +1,23 @@
 """Draw the pictures of the pages: docs/pictures/, from committed results and from what is computed.
 
-python benchmarks/pictures.py
+python docs/pictures/draw.py
 """
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks.draw import formats, lessons, memory_picture, samples, step_pictures
-from benchmarks.draw.tables import TABLES
 from benchmarks.result_files import MACHINE, load
+from benchmarks.tables.pages import TABLES
 from common.chapters import ROOT
 from common.options import Parser
+from docs.pictures import formats, lessons, memory, timeline
 
-FOLDER = ROOT / "docs" / "pictures"
+FOLDER = Path(__file__).parent
 
 
 def draw_memory() -> str:
-    return memory_picture.draw(load(MACHINE)["process_memory"])
+    return memory.draw(load(MACHINE)["process_memory"])
 
 
 def draw_speeds() -> str:
@@ -26,16 +26,16 @@ def draw_speeds() -> str:
 
 def draw_timeline(model: str, *stages: str) -> str:
     """A recorded step of these stages; without stages, of all."""
-    return step_pictures.picture(load("timeline")[model], stages)
+    return timeline.picture(load("timeline")[model], stages)
 
 
 PICTURES: dict[str, Callable[[], str]] = {
     "mean": lessons.draw_mean,
     "dataparallel": lessons.draw_dataparallel,
     "allreduce": lessons.draw_allreduce,
-    "samples_01": partial(samples.draw_samples, "01"),
-    "samples_03": partial(samples.draw_samples, "01", "03"),
-    "padding": samples.draw_padding,
+    "samples_01": partial(lessons.draw_samples, "01"),
+    "samples_03": partial(lessons.draw_samples, "01", "03"),
+    "padding": lessons.draw_padding,
     "ranks": lessons.draw_ranks,
     "formats": formats.draw_formats,
     "autocast": formats.draw_autocast,

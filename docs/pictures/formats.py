@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.draw.svg import INK, WIDTH, Drawing
 from benchmarks.result_files import Results
 from common.models import Net
+from docs.pictures.svg import INK, WIDTH, Drawing
 
 LAYOUTS = ("contiguous", "channels_last")  # of images in memory
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,0 +1,1 @@
+"""Tables and reports, made from the results that are stored: nothing here measures."""

@@ -1,0 +1,1 @@
+"""The pictures of the pages, and the programs that draw them: nothing here measures."""
