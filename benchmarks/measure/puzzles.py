@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import common.ranks
+from benchmarks.measure.sections import section
 from benchmarks.measure.timing import Effort
 from benchmarks.result_files import Results
 from common.chapters import load_program
@@ -18,7 +19,7 @@ SEEDS = 10
 
 
 def cost_of(puzzle: Any, seeds: int) -> Results:
-    """On two ranks, in the precision that the script has."""
+    """Run a puzzle with and without its mistake, on two ranks, in the script's own precision."""
     runs: Results = {"with": [], "without": []}
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "train.py")
@@ -34,6 +35,7 @@ def cost_of(puzzle: Any, seeds: int) -> Results:
     return runs
 
 
+@section("puzzles")
 def measure_puzzles(effort: Effort) -> Results:
     processes.preload()
     common.ranks.start_method = "fork"  # torch is here already

@@ -41,10 +41,9 @@ def results_of(name: str) -> tuple[str, dict]:
 
 def committed(name: str) -> dict:
     """The results of a section that the pages show; nothing, where no GPU has given them."""
-    file = bench.SECTIONS[name].file
-    return (
-        result_files.load(file) if file else result_files.load(result_files.MACHINE).get(name, {})
-    )
+    if bench.SECTIONS[name].seconds_on_gpu:
+        return result_files.load(result_files.MACHINE).get(name, {})
+    return result_files.load(name)
 
 
 @pytest.mark.parametrize("name", OTHER_SECTIONS)
@@ -260,7 +259,10 @@ def imports_of(folder: str) -> dict[str, set[str]]:
 
 
 def test_what_measures_neither_tabulates_nor_draws_which_knows_only_the_form_of_a_recording():
-    assert not {*chain(*imports_of("benchmarks/measure").values())} & {"benchmarks.tables", "docs.pictures"}
+    assert not {*chain(*imports_of("benchmarks/measure").values())} & {
+        "benchmarks.tables",
+        "docs.pictures",
+    }
     assert {*chain(*imports_of("benchmarks/tables").values())} == {"benchmarks.tables"}
     drawing = imports_of("docs/pictures")
     assert drawing.pop("draw.py") == {"benchmarks.tables", "docs.pictures"}
