@@ -26,8 +26,6 @@ from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,117 +34,16 @@ from xml.etree import ElementTree
 
 import torch
 
-from benchmarks.result_files import (
-    RESULTS,
-    Results,
-    file_name,
-    hardware,
-    provenance,
-    write_json,
-)
-from benchmarks.variants import STAGE_04, STAGE_05, SURVIVE
+from benchmarks.gpu_steps import Step, list_steps
+from benchmarks.result_files import RESULTS, Results, file_name, hardware, provenance, write_json
 from common.options import Parser, UsageError, exit_on, int_at_least
 from local_ranks.chapters import ROOT
 
 PACKAGES = (".", "packages/prove/src", "packages/shm/src")  # where they lie, installed or not
-MINIMAL, SHARD = "04_ddp_torchrun/minimal.py", "beyond/shard/train.py"
 PICTURES = ("timeline.svg", "report.md")  # what a command leaves for people to look at
 SECONDS_APART = 15  # to import torch before the first step, and to end the last one
-SAME = ("hardware", "torch")  # of results in one file; each step has a commit of its own
+SAME = ("hardware", "torch")  # all results of a file share them; each step has its own commit
 MARK = "RUN_BY_GPU_PY"  # a variable of all processes that we start, so that we find them again
-
-
-@dataclass(frozen=True)
-class Step:
-    """A command, and how long it may take."""
-
-    name: str
-    command: Sequence[str]  # after `python`; {folder} stands for a folder of its own
-    seconds: int
-    in_folder: bool = False  # started there, because it writes where it is started
-    beside_others: bool = False  # nothing is timed: it may run while its neighbors do
-    is_refused: bool = False  # it must fail
-    variables: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def text(self) -> str:
-        variables = [f"{name}={value}" for name, value in self.variables]
-        text = " ".join([*variables, "python", *self.command])
-        return text.replace(sys.executable, "python").replace(f"{ROOT}/", "")
-
-
-def ranks(number: int, script: str, *flags: str) -> tuple[str, ...]:
-    """A torchrun on this machine, whether or not its name can be resolved."""
-    launcher = "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"
-    return *launcher, f"--nproc-per-node={number}", f"{ROOT}/{script}", *flags
-
-
-def list_steps(device: str) -> list[Step]:
-    """The most valuable first. On a CPU, each is as small as shows that it runs."""
-    on_gpu = device == "cuda"
-    here, run = f"--device={device}", "--run-dir={folder}"
-    shared = "--backend=gloo" if on_gpu else here  # two ranks can share a GPU over gloo only
-    short = () if on_gpu else ("--epochs=1", "--max-steps=12")
-
-    def bench(section: str, seconds: int, *flags: str) -> Step:
-        flags = (f"--out={{folder}}/{section}.json", here, *flags)
-        quick = () if on_gpu else ("--quick",)
-        return Step(section, ("benchmarks/bench.py", section, *flags, *quick), seconds)
-
-    jobs = ("-n", str(max(1, min(6, (os.cpu_count() or 1) // 2)))) if find_spec("xdist") else ()
-    tests = ("-m", "pytest", *jobs, "-v", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu")
-    net, fp16 = "--model=net-bn", "--amp=fp16"
-    images = ("--model=resnet18", "--dataset=synthetic", "--image-size=64", "--max-steps=60")
-    large = ("--model=resnet50", "--image-size=224", "--batch-size=256", "--max-steps=24")
-    large = ("--dataset=synthetic", "--amp=bf16", *(large if on_gpu else ("--batch-size=8",)))
-    recorded = (sys.executable, *ranks(2, STAGE_04, *images, shared, run, *short))
-    proven = ("torchrun", "--standalone", "--nproc-per-node=2", STAGE_04, shared, run)
-    zero = (SHARD, "--library", "--shard=optimizer")
-    together = [
-        Step("04 alone", ranks(1, STAGE_04, here, run, *short), 60),
-        Step("04 minimal", ranks(1, MINIMAL), 60, in_folder=True),
-        Step("05 on two ranks", ranks(2, STAGE_05, net, shared, run, *short), 60),
-        Step("05 in fp16", ranks(2, STAGE_05, net, fp16, shared, run, *short), 60),
-        Step("survive", ranks(2, SURVIVE, net, fp16, here, run, *short), 60),
-        Step("shard by hand", ranks(2, SHARD, "--max-steps=20", shared, run), 60),
-        Step("shard", ranks(1, SHARD, "--library", "--max-steps=20", here, run), 60),
-        Step("zero", ranks(2, *zero, "--max-steps=20", shared, run), 60),
-        Step("units", ("05_amp_syncbn/formats.py",), 60),
-        Step("fit", ("01_single_gpu/fit.py", "--model=resnet50", "--memory-limit=8GiB"), 60),
-        Step("example", (f"{ROOT}/beyond/convert/examples/segmentation.py",), 60, in_folder=True),
-        Step("prove", ("-m", "prove", "--json={folder}/prove.json", *proven), 90),
-    ]
-    if on_gpu:
-        nccl = ("03_ddp_manual_allreduce/collectives.py", "--world-size=1", "--backend=nccl")
-        alone = torch.cuda.device_count() == 1  # with more, nothing is refused
-        allowed = (("NCCL_MULTI_RANK_GPU_ENABLE", "1"),)  # two ranks a GPU, from NCCL 2.30 on
-        older = torch.cuda.nccl.version() < (2, 30)
-        on_two, smallest = ranks(2, STAGE_04, run), ranks(2, MINIMAL)
-        fsdp = ranks(2, SHARD, "--library", shared, run)
-        together += [
-            Step("collectives over nccl", nccl, 60),
-            Step("FSDP over gloo", fsdp, 60, is_refused=True),
-            Step("two ranks over nccl", on_two, 60, is_refused=alone),
-            Step("two of minimal", smallest, 60, in_folder=True, is_refused=alone),
-            Step("two that may", on_two, 60, is_refused=alone and older, variables=allowed),
-        ]
-    steps = [
-        bench("formats", 150),
-        Step("tests", (*tests, "--junitxml={folder}/tests.xml", "tests/stages"), 120),
-        Step("tour", ("benchmarks/tour.py", "--ranks=2", here, run, *short), 120),
-        *(replace(step, beside_others=True) for step in together),
-        Step("one loader", ranks(1, STAGE_05, *large, here, run, *short), 60),
-        Step("8 loaders", ranks(1, STAGE_05, *large, "--workers=8", here, run, *short), 60),
-        bench("peaks", 45),
-        bench("replicas", 30),
-        bench("gloo", 60),
-        bench("nccl", 90),
-        Step("timeline", (f"{ROOT}/benchmarks/timeline.py", *recorded), 60, in_folder=True),
-        bench("process_memory", 75),
-        bench("stages", 150, "--rounds=1"),
-    ]
-    slower = 1 if on_gpu else 4  # a laptop has fewer cores
-    return [replace(step, seconds=slower * step.seconds) for step in steps]
 
 
 def start(step: Step, folder: Path, output: Path) -> subprocess.Popen:
@@ -158,7 +55,7 @@ def start(step: Step, folder: Path, output: Path) -> subprocess.Popen:
     variables |= {
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",  # where it was, if it crashes
+        "PYTHONFAULTHANDLER": "1",  # says where it was, if it crashes
         **dict(step.variables),
     }
     with output.open("w") as file:
@@ -174,7 +71,7 @@ def start(step: Step, folder: Path, output: Path) -> subprocess.Popen:
 
 
 def end(process: subprocess.Popen, folder: Path) -> None:
-    """End it, and all that it has started: ranks have sessions of their own."""
+    """End a command and all that it has started: ranks have sessions of their own."""
     process.terminate()  # torchrun ends its ranks
     with suppress(subprocess.TimeoutExpired):
         process.wait(5)
@@ -205,7 +102,7 @@ def processes_of(folder: Path) -> list[int]:
 
 
 def run(step: Step, folder: Path, seconds: float) -> Results:
-    """How the command ended, and what it has left in its folder."""
+    """Run a command; return how it ended and what it has left in its folder."""
     folder.mkdir()
     output, began = folder / "output.txt", time.monotonic()
     process = start(step, folder, output)
@@ -225,10 +122,10 @@ def run(step: Step, folder: Path, seconds: float) -> Results:
 
 
 def results_in(folder: Path) -> Results:
-    """Its JSON files, the summaries of its runs, and how each test ended."""
+    """Read what a command has left: JSON files, summaries of runs, and how each test ended."""
     results: Results = {}
     for path in (*folder.glob("*.json"), *folder.glob("*/summary.json")):
-        with suppress(ValueError):  # cut off
+        with suppress(ValueError):  # a file may be cut off
             results[str(path.relative_to(folder).with_suffix(""))] = json.loads(path.read_text())
     if (folder / "tests.xml").exists():
         with suppress(ElementTree.ParseError):
@@ -242,7 +139,7 @@ def results_in(folder: Path) -> Results:
 
 
 class Report:
-    """The folder of results: gpu.json and log.txt are whole after each step."""
+    """Keeps the folder of results, whose gpu.json and log.txt are whole after each step."""
 
     def __init__(self, folder: Path, origin: Results) -> None:
         self.folder, self.file, self.lock = folder, folder / "gpu.json", Lock()
@@ -275,7 +172,7 @@ class Report:
 
 
 def run_all(steps: Iterable[Step], report: Report, seconds: float) -> list[str]:
-    """Run them in order, neighbors that may at the same time; those for which no time was left."""
+    """Run steps in order, and side by side where they may; list those for which time was over."""
     deadline, late = time.monotonic() + seconds - SECONDS_APART, []
     with TemporaryDirectory() as scratch:
 
@@ -301,7 +198,7 @@ def run_all(steps: Iterable[Step], report: Report, seconds: float) -> list[str]:
 
 
 def describe_machine() -> Results:
-    """What a failure may depend on."""
+    """Describe what a failure may depend on."""
     try:
         call = ["nvidia-smi"]
         driver = subprocess.run(call, capture_output=True, text=True, timeout=20).stdout
@@ -321,7 +218,7 @@ def describe_machine() -> Results:
 
 
 def choose(steps: list[Step], names: Sequence[str]) -> list[Step]:
-    """Those of these names, or all if none is named."""
+    """Choose the steps of these names, or all of them if none is named."""
     known = [step.name for step in steps]
     if wrong := [name for name in names if name not in known]:
         raise UsageError(f"--only {wrong[0]}: no such step; there are {', '.join(known)}")
@@ -331,13 +228,7 @@ def choose(steps: list[Step], names: Sequence[str]) -> list[Step]:
 def parse_args() -> Namespace:
     parser = Parser(__doc__)
     add, gpu = parser.add_argument, torch.cuda.device_count() > 0
-    add(
-        "--only",
-        nargs="+",
-        default=(),
-        metavar="STEP",
-        help="run these steps, named as in gpu.json",
-    )
+    add("--only", nargs="+", default=(), metavar="STEP", help="run these steps of gpu.json")
     add("--dry-run", action="store_true", help="print every command, run none")
     add("--seconds", type=int_at_least(20), metavar="N", help="for all together; then it ends")
     add("--out", type=Path, metavar="FOLDER", help="for the results; see below")

@@ -34,7 +34,7 @@ def hardware(device: str) -> str:
 
 
 def git(*words: str) -> str:
-    """What it prints, or nothing where there is no git or no repository."""
+    """Return what a git command prints, or nothing where there is no git or no repository."""
     with suppress(FileNotFoundError):
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
         return done.stdout.strip()
@@ -42,7 +42,7 @@ def git(*words: str) -> str:
 
 
 def commit() -> str:
-    """With -dirty, if programs have changed since. Results just stored are no such change.
+    """Name the commit of our files, with -dirty if programs have changed since, results aside.
 
     The variable COMMIT names it where the files are a copy without a repository, or with another.
     """
@@ -54,7 +54,7 @@ def commit() -> str:
 
 
 def provenance(device: str = "cpu", **settings: Any) -> Results:
-    """Where, when and how something was measured. Every file under benchmarks/results/ holds it."""
+    """Say where, when and how something is measured, as every file of results holds it."""
     return {
         "hardware": hardware(device),
         "cores": os.cpu_count(),
@@ -78,7 +78,7 @@ def machine_file(origin: Results) -> Path:
 
 
 def origin_line(origin: Results) -> str:
-    """A provenance as the caption of a picture tells it."""
+    """Turn a provenance into the caption of a picture."""
     version = origin["torch"].partition("+")[0]
     return f"{origin['hardware']}, torch {version}, {origin['date']}."
 

@@ -43,7 +43,7 @@ def parse_args() -> Namespace:
 
 
 def draw_command(args: Namespace) -> Path:
-    """Record and draw a script of the reader's own; the picture's file."""
+    """Record and draw a script of the reader's own; return the file of the picture."""
     recordings = record(args.command, quiet=False)
     steps = shown_steps(recordings)
     torch, gpu = recordings[0]["torch"].partition("+")[0], recordings[0]["gpu"] or "CPU"
@@ -57,6 +57,7 @@ def draw_command(args: Namespace) -> Path:
 
 
 def draw_stages(args: Namespace) -> Path:
+    """Record and draw the stages; return the file of the picture."""
     results = record_stages(args.stages, args.model, args.steps, args.turns)
     file = Path("runs/timeline/timeline.svg")
     write_json(file.with_suffix(".json"), results)

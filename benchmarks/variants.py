@@ -1,4 +1,4 @@
-"""The ways to run the stages, as the tour, the benchmarks and the timeline know them."""
+"""List the ways to run the stages, for the tour, the benchmarks and the timeline."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from local_ranks.chapters import ROOT
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "RANKS")
 STAGE_01, STAGE_04 = "01_single_gpu/train.py", "04_ddp_torchrun/train.py"
 STAGE_05, SURVIVE = "05_amp_syncbn/train.py", "beyond/survive/train.py"
-STAGES = ("01", "02", "03", "04", "05")  # of VARIANTS, as a reader runs them
+STAGES = ("01", "02", "03", "04", "05")  # these VARIANTS run a stage as a reader does
 
 
 class Layout(Enum):
@@ -41,11 +41,11 @@ class Variant:
 
     @property
     def holds_as(self) -> str:
-        """Where measure/memory.py counts the same tensors: threads and shm change nothing."""
+        """The key in memory.STEP_OPTIONS that holds the same: threads and shm change nothing."""
         return "05-bf16" if self.bf16 else self.stage
 
     def why_not_on(self, device: str) -> str:
-        """Why this machine cannot run it, or nothing."""
+        """Say why this machine cannot run the variant, or nothing if it can."""
         if self.over_shm and (device == "cuda" or sys.platform != "linux"):
             return "shm is for CPUs and Linux"
         if self.all_cores and device == "cuda":
@@ -79,7 +79,7 @@ VARIANTS = {
 
 
 def stages_in(flag: str) -> list[str]:
-    """Which of STAGES the flag --stages names, as in 03,04."""
+    """Read the flag --stages, as in 03,04."""
     stages = flag.split(",")
     if not set(stages) <= set(STAGES):
         raise UsageError(f"--stages {flag}: expected one or more of {','.join(STAGES)}")
@@ -87,14 +87,14 @@ def stages_in(flag: str) -> list[str]:
 
 
 def command_of(key: str, ranks: int, device: str = "cpu") -> list[str]:
-    """After `python`; paths begin where the program that asks was started."""
+    """The command of a variant after `python`, with paths from the current folder."""
     parts = [part.replace("RANKS", str(ranks)) for part in VARIANTS[key].command]
     parts = [os.path.relpath(ROOT / part) if part.endswith(".py") else part for part in parts]
     return [*parts, *backend_flags(VARIANTS[key].stage, ranks, device)]
 
 
 def backend_flags(stage: str, ranks: int, device: str) -> list[str]:
-    """On GPUs, nccl if each rank has one of its own, else gloo, over which ranks share them."""
+    """Choose nccl if each rank has a GPU of its own, else gloo, over which ranks can share one."""
     default = {"03": "gloo", "04": "nccl", "05": "nccl"}.get(stage)
     if device == "cpu" or default is None:
         return []

@@ -1,4 +1,4 @@
-"""What the memory of a GPU, or of a process, is spent on: in every stage, and with every saving.
+"""What is the memory of a GPU, or of a process, spent on? In every stage, and with every saving.
 
 Bytes of tensors are counted: what a process holds when the loss of a step is there, and the most
 that torch's allocator gave at one time, as peak.py of stage 01 reads it. The replicas of stage 02
@@ -22,6 +22,7 @@ from torch.optim import Adam, Optimizer
 import memory as stage_02_memory
 import peak
 import reducers
+from benchmarks.measure.sections import section
 from benchmarks.measure.timing import Effort
 from benchmarks.measure.training_step import TrainingStep, with_sync_batchnorm
 from benchmarks.result_files import Results
@@ -33,7 +34,7 @@ BytesOf = dict[str, int]  # of each kind
 
 
 def ddp(model: nn.Module, **options: Any) -> nn.Module:
-    """Without the broadcast of the weights: gloo frees its buffer, as large as they are, unseen."""
+    """Wrap in DDP without its broadcast of the weights, whose buffer gloo frees unseen."""
     return DistributedDataParallel(model, init_sync=False, **options)
 
 
@@ -47,7 +48,7 @@ VIEWS = {"wrap": partial(ddp, gradient_as_bucket_view=True)}
 SYNC_BATCHNORM = {"wrap": lambda model: ddp(with_sync_batchnorm(model))}
 BF16, ACCUMULATE = {"dtype": torch.bfloat16}, {"micro_batches": 4}
 IN_PLACE = {**ACCUMULATE, "zeroed_in_place": True}
-STEP_OPTIONS: dict[str, dict[str, Any]] = {  # of each stage
+STEP_OPTIONS: dict[str, dict[str, Any]] = {  # by stage
     "01": {},
     "02": {},
     "03": {"reducer": reducers.PerParameter},
@@ -72,7 +73,7 @@ def random_images(plan: Any, samples: int) -> Tensor:
 
 
 class CountedStep(TrainingStep):
-    """Taken twice on this rank, which then counts what it holds."""
+    """Takes two steps on this rank, and then counts what the rank holds."""
 
     def __init__(self, plan: Any, samples: int, micro_batches: int = 1, **options: Any) -> None:
         torch.manual_seed(0)
@@ -82,7 +83,7 @@ class CountedStep(TrainingStep):
         super().__init__(
             model, images, micro_batches=micro_batches, classes=plan.classes, **options
         )
-        self.buckets: dict[int, int] = {}  # of DDP: where each begins, and its bytes
+        self.buckets: dict[int, int] = {}  # DDP's: where each begins, and its bytes
         if isinstance(self.wrapped, DistributedDataParallel):
             self.wrapped.register_comm_hook(None, self.note_bucket)
             # After its first backward it lays out its buckets again, and holds both for a moment.
@@ -95,13 +96,13 @@ class CountedStep(TrainingStep):
 
     def note_bucket(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
-            self.buckets.clear()  # of the previous step: the layout may change
+            self.buckets.clear()  # the layout of the previous step may have changed
         storage = bucket.buffer().untyped_storage()
         self.buckets[storage.data_ptr()] = storage.nbytes()
         return allreduce_hook(group, bucket)
 
     def held(self) -> BytesOf:
-        """After a forward and the loss; what two tensors share counts once."""
+        """Count bytes by kind after a forward and the loss; what two tensors share counts once."""
         model, batch = self.model, (self.images, self.labels)
         activations, loss_tensors = list[Tensor](), list[Tensor]()
         with self.autocast():
@@ -132,7 +133,7 @@ class CountedStep(TrainingStep):
 
 
 def count_replicas(rank: int, plan: Any, samples: int, replicas: int) -> list[BytesOf]:
-    """What each virtual replica of stage 02 holds."""
+    """Count what each virtual replica of stage 02 holds."""
     torch.manual_seed(0)
     images, (model, _) = random_images(plan, samples), plan.build()
     labels = torch.arange(samples, device=images.device) % plan.classes
@@ -146,7 +147,7 @@ def count_replicas(rank: int, plan: Any, samples: int, replicas: int) -> list[By
 
 
 def train_and_count(rank: int, names: list[str], plan: Any, samples: int) -> list[Results]:
-    """What this rank holds after each job, and its peak in bytes."""
+    """Count what this rank holds in each stage or way, and its peak in bytes."""
     rows, steps = list[Results](), list[CountedStep]()
     for name in names:
         options = WAYS[name] if name in WAYS else STEP_OPTIONS[name]
@@ -161,7 +162,7 @@ def train_and_count(rank: int, names: list[str], plan: Any, samples: int) -> lis
 
 
 def measure(names: Iterable[str], plan: Any, samples: int, ranks: int = RANKS) -> Results:
-    """Stages and ways in turn on the same ranks; samples: the local batch."""
+    """Count stages and ways one after another on the same ranks; samples: the local batch."""
     names = list(names)
     rows_of_ranks = run_ranks(
         ranks, train_and_count, names, plan, samples, device=plan.device, quiet=True
@@ -174,7 +175,7 @@ def measure(names: Iterable[str], plan: Any, samples: int, ranks: int = RANKS) -
 
 
 def count_in_stages(keys: Collection[str], plan: Any, global_batch: int, ranks: int) -> Results:
-    """Stage 01 is one process, and 02 is one with so many replicas."""
+    """Count each stage as it runs: 01 in one process, 02 in one with so many replicas."""
     results, others = Results(), [key for key in keys if key not in ("01", "02")]
     if "01" in keys:
         results |= measure(["01"], plan, global_batch, ranks=1)
@@ -186,8 +187,9 @@ def count_in_stages(keys: Collection[str], plan: Any, global_batch: int, ranks: 
     return {key: {"label": VARIANTS[key].label, **row} for key, row in results.items()}
 
 
+@section("process_memory", seconds_on_gpu=75)
 def measure_process_memory(effort: Effort) -> Results:
-    """The same global batch in every stage and in each way."""
+    """Count what a process holds with the same global batch in every stage and in each way."""
     model, size = ("net-bn", 28) if effort.quick else ("resnet18", 64)
     momentum = peak.Plan(model, size, "momentum", effort.device)
     adam = peak.Plan(model, size, "adam", effort.device)

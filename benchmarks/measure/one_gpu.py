@@ -1,4 +1,4 @@
-"""What one GPU alone can show: formats, peaks of memory, DataParallel, messages of gloo and nccl.
+"""What can one GPU alone show? Formats, peaks of memory, DataParallel, messages of gloo and nccl.
 
 Each section also runs on a CPU, in small, so that it can be rehearsed. The batch lies on the device
 before the clock starts: a loader that is slower than the GPU would hide what a format gains.
@@ -20,21 +20,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 import collectives
 import peak
+from benchmarks.measure.sections import section
 from benchmarks.measure.timing import Effort, interleave_steps, summarize, timed
 from benchmarks.result_files import MIB, Results
 from local_ranks.ranks import RankError, run_ranks
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-# The batch, the pixels of a side, and the steps that are timed together
+# By model: the batch, the pixels of a side, and the steps that are timed together.
 MODELS = {"resnet50": (256, 224, 2), "resnet18": (512, 64, 10)}
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a step computes. tuned: cuDNN tries its algorithms first and keeps the fastest.
+    """Says how a step computes.
 
-    own_norm: BatchNorm by PyTorch's kernels instead of cuDNN's, as PyTorch always does in bf16.
+    tuned: cuDNN tries its algorithms first and keeps the fastest. own_norm: BatchNorm by PyTorch's
+    kernels instead of cuDNN's, as PyTorch always does in bf16.
     """
 
     name: str  # fp32, tf32, bf16 or fp16
@@ -49,7 +51,7 @@ class Format:
 
     @contextmanager
     def switches(self) -> Iterator[None]:
-        """What is inside computes in this format."""
+        """Let what is inside compute in this format."""
         tf32 = self.name != "fp32"
         torch.backends.cuda.matmul.allow_tf32 = tf32
         with torch.backends.cudnn.flags(enabled=True, benchmark=self.tuned, allow_tf32=tf32):
@@ -57,7 +59,10 @@ class Format:
 
 
 def formats_of(device: str) -> list[Format]:
-    """TF32 and cuDNN are for GPUs. Tuning pure fp32 takes longest, and nobody trains in it."""
+    """List the formats of a device: TF32 and cuDNN are for GPUs.
+
+    Pure fp32 is not tuned: that takes longest, and nobody trains in it.
+    """
     names = ("fp32", "tf32", "bf16", "fp16") if device == "cuda" else ("fp32", "bf16")
     formats = [Format(name, layout) for name in names for layout in LAYOUTS]
     if device == "cuda":
@@ -67,7 +72,7 @@ def formats_of(device: str) -> list[Format]:
 
 
 def use_cudnn(enabled: bool, *_: object) -> None:
-    """A hook of a layer: whether its operation may be cuDNN's."""
+    """Turn cuDNN on or off, as a hook of a layer."""
     torch.backends.cudnn.enabled = enabled
 
 
@@ -101,7 +106,7 @@ class FormatStep:
             self.scaler.update()
 
     def peak_bytes(self) -> int:
-        """The most that it holds in a step, without what the other formats hold."""
+        """Measure the most that a step holds, without what the other formats hold."""
         self.optimizer.zero_grad()
         before = torch.cuda.memory_allocated()
         parts = (*self.model.parameters(), *self.model.buffers(), self.images, self.labels)
@@ -112,8 +117,9 @@ class FormatStep:
         return held + torch.cuda.max_memory_allocated() - before
 
 
+@section("formats", seconds_on_gpu=150)
 def measure_formats(effort: Effort) -> Results:
-    """Images per second, and the peak of a step, in each format and memory layout."""
+    """Measure images per second and the peak of a step in each format and memory layout."""
     on_gpu, results = effort.device == "cuda", Results()
     models = MODELS if on_gpu else {"resnet18": (2, 32, 1)}
     for name, (batch, size, together) in models.items():
@@ -134,8 +140,9 @@ def measure_formats(effort: Effort) -> Results:
     return {"device": effort.device, "models": results}
 
 
+@section("peaks", seconds_on_gpu=45)
 def measure_peaks(effort: Effort) -> Results:
-    """The peak of a training step as fit.py rehearses it, and as the device's allocator counts."""
+    """Compare the peak of a step as fit.py rehearses it with what the device's allocator counts."""
     models = [("net", 28), ("resnet18", 224), ("resnet50", 224)]
     rows = []
     for model, size in models[:1] if effort.device == "cpu" else models:
@@ -149,10 +156,11 @@ def measure_peaks(effort: Effort) -> Results:
     return {"device": effort.device, "rows": rows}
 
 
+@section("replicas", seconds_on_gpu=30)
 def measure_replicas(effort: Effort) -> Results:
-    """What DataParallel does with one replica, and with two on the same GPU; on a CPU, with none.
+    """Try DataParallel with one replica, and with two on the same GPU; on a CPU, with none.
 
-    It settles what two replicas need no second GPU for: threads, scatter, gather, reduce_add.
+    Threads, scatter, gather and reduce_add of two replicas need no second GPU.
     """
     on_gpu, rows = effort.device == "cuda", Results()
     for ids in ([0], [0, 0]) if on_gpu else ([],):
@@ -179,13 +187,13 @@ def measure_replicas(effort: Effort) -> Results:
 
 
 def used_bytes() -> int:
-    """Of the GPU, by all processes: with CUDA's context and what nccl holds."""
+    """How much of the GPU all processes use, with CUDA's context and what nccl holds."""
     free, total = torch.cuda.mem_get_info()
     return total - free
 
 
 def context_bytes() -> int:
-    """What CUDA's context takes of the GPU: the first tensor of a process, less the tensor."""
+    """How much CUDA's context takes: what the first tensor of a process takes, less the tensor."""
 
     def used_by_all() -> int:
         call = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
@@ -198,7 +206,7 @@ def context_bytes() -> int:
 
 
 def watch_backward(rank: int) -> Results:
-    """Whether forward and backward return before the GPU is done, and what a process holds."""
+    """Find out whether forward and backward return early, and what a process holds."""
     used = {"before the model": used_bytes()}
     model = nn.Linear(4096, 4096)
     ddp = DistributedDataParallel(model)  # its first message, so nccl takes its buffers
@@ -229,7 +237,7 @@ def backward(layer: nn.Module, images: Tensor) -> None:
 
 
 def time_shapes(device: str) -> Results:
-    """With cudnn.benchmark, the first step of a shape and the second, in ms."""
+    """Time the first and the second step of each shape with cudnn.benchmark, in ms."""
     layer, rows = nn.Conv2d(64, 64, 3, padding=1).to(device), Results()
     with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True):
         for size in (56, 28, 56):
@@ -239,8 +247,9 @@ def time_shapes(device: str) -> Results:
     return rows
 
 
+@section("nccl", seconds_on_gpu=90)
 def measure_nccl(effort: Effort) -> Results:
-    """What one rank over nccl shows of the GPU's queue and memory; on a CPU, only the shapes."""
+    """Show the GPU's queue and memory by one rank over nccl; on a CPU, time only the shapes."""
     results: Results = {"device": effort.device}
     if effort.device == "cuda":
         for backend in ("nccl", "gloo"):
@@ -250,7 +259,7 @@ def measure_nccl(effort: Effort) -> Results:
 
 
 def time_all_reduces(rank: int, rounds: int, sizes: tuple[int, ...], on_gpu: bool) -> Results:
-    """One all-reduce of each size over gloo, of tensors on the CPU and on the GPU, in turns."""
+    """Time an all-reduce of each size over gloo, of tensors on the CPU and on the GPU, in turns."""
     table = Results()
     for size in sizes:
         tensors = {"cpu": torch.zeros(size // 4, device="cpu")}
@@ -263,8 +272,9 @@ def time_all_reduces(rank: int, rounds: int, sizes: tuple[int, ...], on_gpu: boo
     return table
 
 
+@section("gloo", seconds_on_gpu=60)
 def measure_gloo(effort: Effort) -> Results:
-    """Whether two ranks that share a GPU can call each collective, and what an all-reduce costs."""
+    """Try each collective on two ranks that share a GPU, and time an all-reduce."""
     answers = Results()
     for name in [*collectives.LESSONS][: 2 if effort.quick else None]:
         try:

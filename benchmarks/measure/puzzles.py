@@ -3,6 +3,7 @@
 from typing import Any
 
 import check_answer
+from benchmarks.measure.sections import section
 from benchmarks.measure.timing import Effort
 from benchmarks.result_files import Results
 
@@ -10,7 +11,7 @@ SEEDS = 10
 
 
 def cost_of(puzzle: Any, seeds: int) -> Results:
-    """On two ranks, in the precision that the script has."""
+    """Run a puzzle with and without its mistake, on two ranks, in the script's own precision."""
     runs: Results = {"with": [], "without": []}
     for kind, source in (("with", puzzle.story.script), ("without", puzzle.story.cure)):
         for seed in range(seeds):
@@ -23,6 +24,7 @@ def cost_of(puzzle: Any, seeds: int) -> Results:
     return runs
 
 
+@section("puzzles")
 def measure_puzzles(effort: Effort) -> Results:
     known = check_answer.PUZZLES
     seeds, puzzles = (1, known[:1]) if effort.quick else (SEEDS, known)

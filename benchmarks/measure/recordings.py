@@ -23,12 +23,15 @@ RANKS, GLOBAL_BATCH = 2, 120
 
 
 def recorder_variables(folder: str | Path) -> dict[str, str]:
-    """What timeline_recorder reads: where to write, and prove's names of the collectives."""
+    """Tell timeline_recorder where to write, and prove's names of the collectives."""
     return {"TIMELINE_FOLDER": str(folder), "TIMELINE_COLLECTIVES": ",".join(COLLECTIVES)}
 
 
 def record(command: Sequence[str], quiet: bool) -> list[Recording]:
-    """What each process of the command recorded, by rank. SystemExit if the command fails."""
+    """Record a command; return what each of its processes recorded, by rank.
+
+    Raises SystemExit if the command fails.
+    """
     with TemporaryDirectory() as folder:
         env = {"OMP_NUM_THREADS": "1", **os.environ, **recorder_variables(folder)}
         env |= hook_variables(os.environ, Path(__file__).parent, "timeline_recorder")
@@ -54,7 +57,7 @@ def read_recordings(folder: Path) -> list[Recording]:
 
 
 def ends_of_steps(recording: Recording) -> list[float]:
-    """When the optimizer was done with each, after the begin of the first."""
+    """When the first step began, and when the optimizer was done with each step."""
     spans = [span for step in recording["steps"] for span in step]
     start = min(span.begin for span in spans if span.kind == Kind.FORWARD)
     optimizers = [[s for s in step if s.kind == Kind.OPTIMIZER] for step in recording["steps"]]
@@ -62,7 +65,7 @@ def ends_of_steps(recording: Recording) -> list[float]:
 
 
 def cut(recordings: Sequence[Recording], number: int) -> Step:
-    """A step of all ranks, in milliseconds since the first of them began it."""
+    """Cut out one step of all ranks, in milliseconds since the first of them began it."""
     ends = [ends_of_steps(recording) for recording in recordings]
     start = min(each[number] for each in ends)
 
@@ -81,7 +84,7 @@ def cut(recordings: Sequence[Recording], number: int) -> Step:
 
 
 def shown_steps(*runs: Sequence[Recording]) -> Results:
-    """The first step and the median one of all runs, and how far the others are from it."""
+    """Choose the first step and the median one of all runs, with the quartiles of the others."""
     compared: list[Step] = []
     for recordings in runs:
         steps = min(len(recording["steps"]) for recording in recordings)
@@ -98,7 +101,7 @@ def shown_steps(*runs: Sequence[Recording]) -> Results:
 def record_stages(
     stages: Sequence[str], model: str = "net-bn", steps: int = 65, turns: int = 1
 ) -> Results:
-    """The recording of each stage, with the machine and the date. steps: of a stage in a turn."""
+    """Record the stages in turns, each with so many steps in a turn."""
     about = {"model": model, "ranks": RANKS, "global_batch": GLOBAL_BATCH}
     results: Results = {"provenance": provenance(), **about}
     runs: dict[str, list[Sequence[Recording]]] = {stage: [] for stage in stages}

@@ -1,10 +1,11 @@
-"""A step with each reducer of stage 03, and with DDP: over gloo, and over shared memory."""
+"""How long is a step with each reducer of stage 03, and with DDP? Over gloo and over shm."""
 
 from collections.abc import Callable
 from functools import partial
 
 from torch import nn
 
+from benchmarks.measure.sections import section
 from benchmarks.measure.timing import AA, Effort, Steps, interleave_steps, summarize
 from benchmarks.measure.training_step import (
     build,
@@ -33,7 +34,7 @@ def ddp_with_sync_batchnorm(model: nn.Module) -> nn.Module:
 
 
 def time_over_gloo(rank: int, name: str, effort: Effort) -> Results:
-    """A step with each reducer and with DDP, beside one without averaging."""
+    """Time a step with each reducer and with DDP, beside one without averaging."""
     model, batch = build(name)
     variants = {"compute only": step_on_copy(model, batch)}
     for reducer_name, reducer in REDUCERS.items():
@@ -46,7 +47,7 @@ def time_over_gloo(rank: int, name: str, effort: Effort) -> Results:
 
 
 def time_over_shm(rank: int, name: str, effort: Effort) -> Results:
-    """A step with DDP alone, beside one without averaging."""
+    """Time a step with DDP alone, beside one without averaging."""
     pin(rank, RANKS)  # as `-m shm` does
     model, batch = build(name)
     variants = {"compute only": step_on_copy(model, batch)}
@@ -58,7 +59,7 @@ def time_over_shm(rank: int, name: str, effort: Effort) -> Results:
 
 
 def time_one_rank(rank: int, name: str, effort: Effort) -> Results:
-    """SyncBatchNorm where there is nobody to wait for: what its layers compute."""
+    """Time SyncBatchNorm on one rank, where its layers compute and wait for nobody."""
     model, batch = build(name)
     variants = {"compute only": step_on_copy(model, batch)}
     variants["SyncBN, one rank"] = step_on_copy(model, batch, with_sync_batchnorm)
@@ -72,8 +73,9 @@ def time_rounds(name: str, variants: Steps, effort: Effort) -> Results:
     return {"rounds": rounds, "steps_a_round": steps, "variants": rows}
 
 
+@section("reducers")
 def measure_reducers(effort: Effort) -> Results:
-    """Over gloo, and over shm, each beside computing alone in the same rounds."""
+    """Time a step over gloo and over shm, each beside computing alone in the same rounds."""
     models = dict[str, Results]()
     for name in ["net"] if effort.quick else ROUNDS_AND_STEPS:
         models[name], _ = run_ranks(RANKS, time_over_gloo, name, effort)
@@ -81,7 +83,7 @@ def measure_reducers(effort: Effort) -> Results:
         if name in WITH_BATCHNORM:
             others += run_ranks(1, time_one_rank, name, effort, backend="shm")
         rows = models[name]["variants"]
-        for other in others:  # each has timed computing alone, too
+        for other in others:  # "compute only" stays as timed over gloo
             for variant in other["variants"].keys() - rows.keys():
                 rows[variant] = other["variants"][variant]
         rows[AA] = rows.pop(AA)  # the last row

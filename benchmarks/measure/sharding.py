@@ -1,4 +1,4 @@
-"""What does each level of sharding hold, send and take? By hand and with PyTorch's classes."""
+"""What does each level of sharding hold, send and take, by hand and with PyTorch's classes?"""
 
 import time
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from torch.optim import AdamW
 
 import levels
 import text_model
+from benchmarks.measure.sections import section
 from benchmarks.measure.timing import Effort, interleave_steps, summarize
 from benchmarks.result_files import Results
 from local_ranks.ranks import run_ranks
@@ -32,16 +33,16 @@ VARIANTS: dict[str, tuple[Callable, str]] = {
 RANKS = 2
 WIDTH, LAYERS = 256, 8  # of the transformer
 BATCH = 2  # samples of each rank
-STEPS = 2  # before anything is counted, and counted
+STEPS = 2  # taken before anything is counted, and again while it is counted
 
 
 def own_part(tensor: Any) -> Tensor:
-    """What this rank holds of a tensor: of PyTorch's DTensor, its local one."""
+    """Return what this rank holds of a tensor: of PyTorch's DTensor, the local one."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def held_by_kind(training: Any) -> dict[str, int]:
-    """Bytes of what this rank keeps between two steps, before zero_grad."""
+    """Count the bytes that this rank keeps between two steps, before zero_grad."""
     optimizer: Any = training.optimizer
     gradients: list = [p.grad for p in training.model.parameters()]
     gradients += [bucket.shard for bucket in getattr(optimizer, "buckets", [])]  # ZeRO-2's
@@ -56,7 +57,7 @@ def held_by_kind(training: Any) -> dict[str, int]:
 
 
 def take_step(training: Any, length: int = text_model.LENGTH) -> None:
-    """One step on random tokens: what they are makes no difference here."""
+    """Take one step on random tokens: what they are makes no difference here."""
     torch.manual_seed(dist.get_rank())
     tokens = torch.randint(text_model.BYTES, (BATCH, length))
     training.optimizer.zero_grad()
@@ -74,7 +75,7 @@ def build(width: int = WIDTH, layers: int = LAYERS) -> nn.Module:
 def count_held(
     make_training: Callable, level: str, build_model: Callable = build
 ) -> dict[str, int]:
-    """Bytes by kind after some steps, and all that is alive, by the ledger of stage 01.
+    """Count bytes by kind after some steps, and all that is alive, by the ledger of stage 01.
 
     What is alive and of no kind is held in secret: a copy that should not be there. It is not
     comparable for fully_shard, which empties storages that the ledger still counts.
@@ -92,7 +93,7 @@ def count_held(
 
 
 def count_sent(make_training: Callable, level: str, build_model: Callable = build) -> float:
-    """Bytes that each rank sends in a step, in multiples of the parameters' bytes."""
+    """Count the bytes that each rank sends in a step, in multiples of the parameters' bytes."""
     model = build_model()
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     training = make_training(level, model, AdamW, lr=1e-3)
@@ -109,7 +110,7 @@ def count_sent(make_training: Callable, level: str, build_model: Callable = buil
 
 
 def measure_one_rank(rank: int, rounds: int, build_model: Callable) -> Results:
-    """What one rank finds; every rank must call it."""
+    """Measure on one rank what each level holds, sends and takes; every rank must call it."""
     results: Results = {"held_bytes": {}, "sent_multiples": {}}
     steps = {}
     for name, (make_training, level) in VARIANTS.items():
@@ -120,6 +121,7 @@ def measure_one_rank(rank: int, rounds: int, build_model: Callable) -> Results:
     return {**results, "variants": summarize(interleave_steps(steps, rounds))}
 
 
+@section("shard")
 def measure_sharding(effort: Effort) -> Results:
     rounds = min(41, effort.rounds)
     build_model = partial(build, width=32, layers=2) if effort.quick else build

@@ -1,4 +1,4 @@
-"""How near shm is to the limit of memory in each call."""
+"""How near does shm come to the limit of memory in each call?"""
 
 import json
 import subprocess
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.measure.sections import section
 from benchmarks.measure.timing import Effort
 from benchmarks.result_files import Results
 from shm.speed import SIZES
@@ -14,8 +15,9 @@ from shm.speed import SIZES
 CALLS = ("broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all", "send")
 
 
+@section("shm")
 def measure_shm(effort: Effort) -> Results:
-    """The table of `python -m shm.speed`, and what it prints of other calls and more ranks."""
+    """Measure the table of `python -m shm.speed`, and other calls and more ranks."""
     sizes = SIZES[:1] if effort.quick else SIZES
     seconds = 1 if effort.quick else 60
     calls = []

@@ -26,7 +26,7 @@ MANY = 10**6  # epochs: more than anybody waits for
 
 @dataclass(frozen=True)
 class StageRun:
-    """What a run left: summary.json, and the lines of metrics.jsonl, one for each step."""
+    """Holds what a run left: summary.json, and the lines of metrics.jsonl, one for each step."""
 
     summary: dict[str, Any]
     metrics: list[dict[str, Any]]
@@ -35,12 +35,12 @@ class StageRun:
         return [line["loss"] for line in self.metrics]
 
     def seconds(self) -> list[float]:
-        """Of each step after the first epoch, in which a program warms up."""
+        """List the seconds of each step after the first epoch, in which a program warms up."""
         return [line["seconds"] for line in self.metrics if line["epoch"] > 0]
 
 
 def start(command: Sequence[str], folder: Path, env: dict[str, str]) -> subprocess.Popen:
-    """A process that prints into a pipe; env: variables for it."""
+    """Start a process that prints into a pipe; env: variables for it."""
     return subprocess.Popen(
         [sys.executable, *command, f"--run-dir={folder}"],
         stdout=subprocess.PIPE,
@@ -51,7 +51,10 @@ def start(command: Sequence[str], folder: Path, env: dict[str, str]) -> subproce
 
 
 def run_command(command: Sequence[str], folder: Path, threads: int, show: bool) -> StageRun:
-    """Run it until it ends. SystemExit with its status if that is not 0. threads: of each rank."""
+    """Run a command until it ends; threads: of each rank.
+
+    Raises SystemExit with its status if that is not 0.
+    """
     process = start(command, folder, {"OMP_NUM_THREADS": str(threads)})
     assert process.stdout
     output = []
@@ -66,7 +69,7 @@ def run_command(command: Sequence[str], folder: Path, threads: int, show: bool) 
 
 
 def run_quietly(key: str, ranks: int, device: str, *flags: str, threads: int = 1) -> StageRun:
-    """A run whose files are not kept."""
+    """Run a variant of which only the numbers are kept."""
     flags = (f"--device={device}", *flags, f"--data-dir={ROOT / 'data'}")
     with TemporaryDirectory() as folder:
         command = [*command_of(key, ranks, device), *flags]
@@ -76,7 +79,7 @@ def run_quietly(key: str, ranks: int, device: str, *flags: str, threads: int = 1
 def time_without_messages(
     processes: int, local_batch: int, *flags: str, steps: int = 50
 ) -> list[float]:
-    """Stage 01 in so many processes at once, which never talk: the seconds of their steps.
+    """Time the steps of stage 01 in so many processes at once, which never talk.
 
     Ranks would be as fast if averaging cost nothing. A step counts only if all processes trained
     from its beginning to its end: they start together and would train forever, what each began
@@ -100,15 +103,15 @@ def time_without_messages(
 
 
 def variables(number: int, processes: int) -> dict[str, str]:
-    """One thread, and a GPU of its own if there are enough."""
+    """Give a process one thread, and a GPU of its own if there are enough."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(processes)))).split(",")
     gpu = {"CUDA_VISIBLE_DEVICES": gpus[number]} if torch.cuda.device_count() >= processes else {}
     return {"OMP_NUM_THREADS": "1", **gpu}
 
 
 def steps_of_all(running: Sequence[Any], folders: Sequence[Path], steps: int) -> list[float]:
-    """The seconds of so many steps of each process, all of them taken while all trained."""
-    first_epochs: list[int] = []  # of each process, the first one that began when all trained
+    """Wait for so many steps of each process while all train; return their seconds."""
+    first_epochs: list[int] = []  # for each process, the first one that began when all trained
     while True:
         time.sleep(0.2)  # to read more often would slow down what is measured
         for process in running:

@@ -14,6 +14,7 @@ from statistics import fmean, median
 
 import torch
 
+from benchmarks.measure.sections import section
 from benchmarks.measure.stage_runs import run_quietly, time_without_messages
 from benchmarks.measure.timing import AA, Effort, interleave_runs, ratio_to, summarize
 from benchmarks.result_files import Results
@@ -30,20 +31,21 @@ def time_run(average: Callable, key: str, ranks: int, device: str, *flags: str) 
 
 
 def time_run_without_messages(ranks: int, *flags: str) -> float:
-    """In this time, the ranks together take as many samples as a global batch has."""
+    """Measure the seconds in which the ranks together take a global batch of samples."""
     return median(time_without_messages(ranks, GLOBAL_BATCH // ranks, *flags))
 
 
 def or_nan(run: Callable[[], float]) -> float:
-    """Its seconds, or nan if it failed: it has said why, and the other variants go on."""
+    """Return a run's seconds, or nan if it failed: it has said why, and the others go on."""
     try:
         return run()
     except SystemExit:
         return math.nan
 
 
+@section("stages", seconds_on_gpu=150)
 def measure_stages(effort: Effort, keys: Collection[str] = KEYS) -> Results:
-    """Each stage's speed, as a multiple of 01's and as a share of the ceiling."""
+    """Measure each stage's speed, as a multiple of 01's and as a share of the ceiling."""
     cores, on_gpu = os.cpu_count() or 1, effort.device == "cuda"
     ranks = max(2, torch.cuda.device_count() if on_gpu else 0)
     epochs, rounds = (2, 1) if effort.quick else (6, min(7, effort.rounds))
@@ -75,6 +77,7 @@ def measure_stages(effort: Effort, keys: Collection[str] = KEYS) -> Results:
     return {**about, "skipped": skipped, "variants": rows}
 
 
+@section("survive")
 def measure_survive(effort: Effort) -> Results:
     rounds, epochs = min(41, effort.rounds), 2 if effort.quick else 11
     flags = "--model=net", f"--batch-size={GLOBAL_BATCH}", f"--epochs={epochs}"

@@ -32,7 +32,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-STEPS = 200  # recorded of a run: later ones cost nothing
+STEPS = 200  # recorded of a run; later ones cost no time
 Mark = float | tuple[int, torch.cuda.Event]  # seconds, or an event of the GPU with this number
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -120,17 +120,17 @@ class Clock:
 
 
 class OfThread(threading.local):
-    """What this thread is in the middle of."""
+    """Knows what this thread is in the middle of."""
 
     def __init__(self) -> None:
-        self.modules: list[OpenSpan | None] = []  # one inside another; the outer one has a span
+        self.modules: list[OpenSpan | None] = []  # one inside another; only the outer has a span
         self.optimizers: list[OpenSpan | None] = []
         self.is_sending = False
         self.is_loading = False
 
 
 class SpanRecorder:
-    """The spans of this process, until it has taken all the steps that are recorded."""
+    """Records the spans of this process, until it has taken as many steps as are recorded."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.clock, self.now = folder, Clock(), OfThread()
@@ -180,7 +180,7 @@ class SpanRecorder:
         return timed
 
     def around_loading(self, load: Callable) -> Callable:
-        """The next batch of a DataLoader. What another thread loads keeps nobody waiting."""
+        """Time waiting for a DataLoader's next batch, if it is the main thread that waits."""
 
         @functools.wraps(load)
         def timed(loader: Any) -> Any:
@@ -197,7 +197,7 @@ class SpanRecorder:
         return timed
 
     def around_message(self, send: Callable) -> Callable:
-        """A call that sends: it returns when all is there, or returns a Work that tells when."""
+        """Time a call that sends, until it returns or the Work is done that it returns."""
 
         @functools.wraps(send)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -273,7 +273,7 @@ def gpu_name() -> str:
 
 
 def size_of(sent: Any) -> int:
-    """Bytes of a tensor, or of a list of them."""
+    """Count the bytes of a tensor, or of a list of them."""
     tensors = sent if isinstance(sent, (list, tuple)) else [sent]
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
@@ -281,13 +281,13 @@ def size_of(sent: Any) -> int:
 def average(
     group: dist.ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """What DDP does without a hook: divide, then add up over the ranks."""
+    """Average a bucket as DDP does without a hook: divide, then add up over the ranks."""
     work = group.allreduce([bucket.buffer().div_(group.size())])
     return work.get_future().then(lambda future: future.value()[0])
 
 
 def watch_buckets(ddp: Any) -> None:
-    """Before its first forward: only a hook learns when DDP sends. The script may have its own."""
+    """Give DDP a hook before its first forward, unless the script has: only that sees it send."""
     if not getattr(ddp, "has_timeline_hook", False):
         ddp.register_comm_hook(ddp.process_group, average)
 

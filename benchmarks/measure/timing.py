@@ -18,8 +18,8 @@ from benchmarks.result_files import Results
 
 AA = "A/A"  # the first variant once more
 
-Times = dict[str, list[float]]  # of each variant, the seconds per step in each round
-Steps = Mapping[str, Callable[[], object]]  # of each variant, what one step does
+Times = dict[str, list[float]]  # by variant: the seconds per step in each round
+Steps = Mapping[str, Callable[[], object]]  # by variant: what one step does
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Effort:
 
 
 def interleave_runs(variants: Mapping[str, Callable[[], float]], rounds: int) -> Times:
-    """Each variant in every round, in a random order: a run, which returns its seconds per step."""
+    """Run each variant in every round, in a random order; a run returns its seconds per step."""
     runs = {**variants, AA: variants[next(iter(variants))]}
     times: Times = {name: [] for name in runs}
     order = random.Random(0)  # the same on every rank
@@ -41,7 +41,7 @@ def interleave_runs(variants: Mapping[str, Callable[[], float]], rounds: int) ->
 
 
 def timed(step: Callable[[], object], steps: int) -> Callable[[], float]:
-    """What takes so many steps, on all ranks together, and returns the seconds of one."""
+    """Make a run of so many steps, on all ranks together, that returns the seconds of one."""
 
     def seconds_per_step() -> float:
         if dist.is_initialized():
@@ -55,7 +55,7 @@ def timed(step: Callable[[], object], steps: int) -> Callable[[], float]:
 
 
 def interleave_steps(variants: Steps, rounds: int, steps: int = 1) -> Times:
-    """The same for steps of this process: so many in each round, by the clock of all ranks."""
+    """Take so many steps of each variant in every round, timed by the slowest rank's clock."""
     for step in variants.values():
         for _ in range(min(3, rounds)):  # DDP rearranges its buckets after the first step
             step()
@@ -72,14 +72,14 @@ def largest_of_ranks(seconds: list[float]) -> list[float]:
 
 
 def synchronized_time() -> float:
-    """Seconds, after the GPU has finished: it runs behind the program."""
+    """Read the clock when the GPU has finished, which runs behind the program."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def ratio_to(baseline: list[float], seconds: list[float]) -> tuple[float, list[float]]:
-    """The median of the rounds' ratios, and its 95 % interval, which comes from the bootstrap."""
+    """Compute the median of the rounds' ratios, and its 95 % interval by the bootstrap."""
     ratios = np.divide(seconds, baseline)
     draws = np.random.default_rng(0).integers(len(ratios), size=(2000, len(ratios)))
     interval = np.percentile(np.median(ratios[draws], axis=1), [2.5, 97.5])
@@ -87,7 +87,7 @@ def ratio_to(baseline: list[float], seconds: list[float]) -> tuple[float, list[f
 
 
 def summarize(times: Times) -> dict[str, Results]:
-    """Of each variant: median step in ms, and its ratio to the first one."""
+    """Summarize each variant: its median step in ms, and its ratio to the first variant."""
     baseline = next(iter(times.values()))
     summary = {}
     for name, seconds in times.items():

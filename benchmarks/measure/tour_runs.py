@@ -1,4 +1,4 @@
-"""Each stage once, as a reader would run it, and what the runs leave: the numbers of the tour."""
+"""Run each stage once, as a reader would, and collect what the runs leave for the tour."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ KEYS = ("01", "01-cores", "02", "03", "04", "04-shm", "05", "05-shm", "05-bf16")
 
 
 def measure_tour(args: Namespace) -> Results:
-    """args: the flags of the tour, with the number of `ranks`."""
+    """Run the tour; args: its flags, with the number of `ranks`."""
     origin = provenance(args.device, command="python benchmarks/tour.py")
     keys = [key for key in KEYS if VARIANTS[key].stage in args.stages]
     keys = [key for key in keys if not VARIANTS[key].why_not_on(args.device)]
@@ -27,7 +27,7 @@ def measure_tour(args: Namespace) -> Results:
         key: {
             "label": VARIANTS[key].label,
             "summary": runs[key].summary,
-            "losses": runs[key].losses(),  # of every step
+            "losses": runs[key].losses(),  # one for each step
             "held": held[VARIANTS[key].holds_as]["held"],
         }
         for key in keys
@@ -50,7 +50,7 @@ def measure_tour(args: Namespace) -> Results:
 
 
 def flags_of(args: Namespace, *left_out: str) -> list[str]:
-    """Those that all stages share, where they are not a stage's default."""
+    """List the flags that all stages share, where they differ from a stage's default."""
     flags = []
     for name, default in vars(make_parser("", "").parse_args([])).items():
         value = getattr(args, name)
@@ -73,7 +73,7 @@ def run(key: str, args: Namespace) -> StageRun:
 
 
 def time_ceiling(args: Namespace) -> Results:
-    """As fast as the ranks would be if they never talked."""
+    """Time the ceiling: as fast as the ranks would be if they never talked."""
     local_batch, label = args.batch_size // args.ranks, VARIANTS["ceiling"].title(args.ranks)
     command = " ".join(command_of("ceiling", args.ranks))
     print(f"\n{label}: {args.ranks} × python {command} --batch-size {local_batch}", flush=True)
@@ -88,7 +88,7 @@ def time_ceiling(args: Namespace) -> Results:
 
 
 def count_memory(keys: list[str], args: Namespace) -> Results:
-    """The bytes of tensors that each process or replica holds when the loss is there, by kind."""
+    """Count the bytes of tensors by kind that each process or replica holds after the loss."""
     train_set, _ = load_dataset(args)
     image, _ = train_set[0]  # (C, H, W)
     optimizer, classes = "momentum" if args.momentum else "sgd", len(train_set.classes)

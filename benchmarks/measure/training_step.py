@@ -1,4 +1,4 @@
-"""One training step as the benchmarks time it: a model, perhaps DDP, an optimizer, one batch."""
+"""Take one training step as the benchmarks time it: a model, perhaps DDP, an optimizer, a batch."""
 
 import copy
 import warnings
@@ -18,7 +18,7 @@ from sync_batchnorm import convert_sync_batchnorm as by_stage_05
 
 
 def build(name: str) -> tuple[nn.Module, Tensor]:
-    """A model and a local batch for it."""
+    """Make a model and a local batch for it."""
     torch.manual_seed(0)
     if name == "resnet18":
         return torchvision.models.resnet18(num_classes=10), torch.randn(32, 3, 64, 64)
@@ -30,13 +30,16 @@ def build(name: str) -> tuple[nn.Module, Tensor]:
 
 
 def ddp_without_buffers(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    """DDP without its broadcast of BatchNorm's statistics. Newer torch would rename the switch."""
+    """Wrap in DDP without its broadcast of BatchNorm's statistics.
+
+    Newer versions of torch warn that this switch will get another name.
+    """
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     return DistributedDataParallel(model, broadcast_buffers=False, **options)
 
 
 def with_sync_batchnorm(model: nn.Module) -> nn.Module:
-    """On a CPU by the layers of stage 05: PyTorch's own need a GPU."""
+    """Convert to SyncBatchNorm: on a CPU by stage 05's layers, because PyTorch's need a GPU."""
     on_gpu = next(model.parameters()).is_cuda
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if on_gpu else by_stage_05(model)
 
@@ -48,9 +51,9 @@ def sgd(model: nn.Module) -> Optimizer:
 class TrainingStep:
     """A model, perhaps wrapped in DDP, its optimizer and a batch; each call takes one step.
 
-    reducer: of stage 03, which averages if DDP does not. micro_batches: so many times the batch;
-    DDP sends only the last one's gradients. dtype: of autocast. zeroed_in_place: the gradients keep
-    their memory.
+    reducer: one of stage 03's, which averages if DDP does not. micro_batches: how often a step
+    takes the batch; DDP sends only the last one's gradients. dtype: what autocast computes in.
+    zeroed_in_place: the gradients keep their memory.
     """
 
     def __init__(
@@ -93,5 +96,5 @@ class TrainingStep:
 
 
 def step_on_copy(model: nn.Module, images: Tensor, *args: Any, **options: Any) -> TrainingStep:
-    """So that all variants begin with the same weights."""
+    """Make a step on a copy of the model, so that all variants begin with the same weights."""
     return TrainingStep(copy.deepcopy(model), images, *args, **options)

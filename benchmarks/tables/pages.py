@@ -30,6 +30,11 @@ class Table:
     make: Callable[[Results], str]
     parts: tuple[str, ...] = ()  # the keys that lead there
 
+    @property
+    def section(self) -> str:
+        """The name of what has measured it: of its file, or of a part of one."""
+        return (self.file, *self.parts)[-1]
+
     def results(self) -> Results:
         results = load(self.file)
         for part in self.parts:

@@ -41,10 +41,9 @@ def results_of(name: str) -> tuple[str, dict]:
 
 def committed(name: str) -> dict:
     """The results of a section that the pages show; nothing, where no GPU has given them."""
-    file = bench.SECTIONS[name].file
-    return (
-        result_files.load(file) if file else result_files.load(result_files.MACHINE).get(name, {})
-    )
+    if bench.SECTIONS[name].seconds_on_gpu:
+        return result_files.load(result_files.MACHINE).get(name, {})
+    return result_files.load(name)
 
 
 @pytest.mark.parametrize("name", OTHER_SECTIONS)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu, variants
+from benchmarks.gpu_steps import Step, list_steps
 from common.options import UsageError
 from helpers.environments import make_environment
 from local_ranks.chapters import ROOT
@@ -28,19 +29,19 @@ def one_gpu(monkeypatch):
 
 @pytest.mark.usefixtures("one_gpu")
 def test_it_runs_every_test_that_needs_a_gpu_and_programs_that_exist():
-    steps = {step.name: step for step in gpu.list_steps("cuda")}
+    steps = {step.name: step for step in list_steps("cuda")}
     folder = steps["tests"].command[-1]
     needing = [path for path in TEST_FILES if re.search(r"\bmark\.gpu\b", path.read_text())]
     assert needing
     assert {path.parent for path in needing} == {ROOT / folder}
     programs = re.findall(r"\S+\.py", " ".join(step.text for step in steps.values()))
     assert all((ROOT / name).exists() for name in programs)
-    assert len(steps) == len(gpu.list_steps("cuda")), "each has a name of its own"
+    assert len(steps) == len(list_steps("cuda")), "each has a name of its own"
 
 
 @pytest.mark.usefixtures("one_gpu")
 def test_the_rehearsal_runs_what_a_gpu_does_but_for_what_only_gpus_refuse_or_run():
-    rehearsed, real = ([step.name for step in gpu.list_steps(d)] for d in ("cpu", "cuda"))
+    rehearsed, real = ([step.name for step in list_steps(d)] for d in ("cpu", "cuda"))
     left_out = [name for name in real if name not in rehearsed]
     assert [name for name in real if name in rehearsed] == rehearsed
     assert left_out == [
@@ -59,7 +60,7 @@ def test_it_needs_no_more_than_torch_torchvision_and_tabulate_and_no_git(tmp_pat
     env = {"PYTHONPATH": paths, "PATH": str(tmp_path), "COMMIT": "c8ab422"}
     call = [python, "benchmarks/gpu.py", "--dry-run"]
     output = subprocess.check_output(call, cwd=ROOT, env={**os.environ, **env}, text=True)
-    assert output.count("\npython ") == len(gpu.list_steps("cpu")) - 1
+    assert output.count("\npython ") == len(list_steps("cpu")) - 1
     ask = "from benchmarks.result_files import commit; print(commit())"
     for variable, name in (({}, "unknown"), (env, "c8ab422")):
         env_there = {**os.environ, **env, "COMMIT": "unknown", **variable}
@@ -77,7 +78,7 @@ WRITE = "pathlib.Path('{folder}', 'found.json').write_text('[3]')"
 ORIGIN = {"commit": "c8ab422", "hardware": "1 x GPU", "torch": "2.11.0"}
 
 
-def run_steps(folder: Path, *steps: gpu.Step, seconds: float = inf, **origin: str) -> dict:
+def run_steps(folder: Path, *steps: Step, seconds: float = inf, **origin: str) -> dict:
     report = gpu.Report(folder, ORIGIN | origin)
     left = [step for step in steps if report.is_left(step)]
     gpu.run_all(left, report, seconds)
@@ -85,8 +86,8 @@ def run_steps(folder: Path, *steps: gpu.Step, seconds: float = inf, **origin: st
 
 
 def test_each_command_leaves_its_status_its_results_and_its_output(tmp_path):
-    good = gpu.Step("good", python(WRITE, "print('hello')"), 60)
-    refused = gpu.Step("refused", python("sys.exit('no')"), 60, is_refused=True)
+    good = Step("good", python(WRITE, "print('hello')"), 60)
+    refused = Step("refused", python("sys.exit('no')"), 60, is_refused=True)
     steps = run_steps(tmp_path, good, refused, replace(refused, name="broken", is_refused=False))
     assert [(row["status"], row["good"]) for row in steps.values()] == [
         (0, True),
@@ -99,7 +100,7 @@ def test_each_command_leaves_its_status_its_results_and_its_output(tmp_path):
 
 
 def test_what_is_done_is_not_done_again_unless_the_programs_have_changed(tmp_path):
-    good, bad = gpu.Step("good", python("0"), 60), gpu.Step("bad", python("1/0"), 60)
+    good, bad = Step("good", python("0"), 60), Step("bad", python("1/0"), 60)
     for commit, runs in (("c8ab422", [1, 1]), ("c8ab422", [1, 2]), ("another", [2, 3])):
         rows = run_steps(tmp_path, good, bad, commit=commit)
         assert rows["good"]["commit"] == commit
@@ -108,14 +109,17 @@ def test_what_is_done_is_not_done_again_unless_the_programs_have_changed(tmp_pat
 
 
 def test_a_file_holds_the_results_of_one_kind_of_gpu_and_keeps_those_not_measured_again(tmp_path):
-    good, other = gpu.Step("good", python(WRITE), 60), gpu.Step("other", python(WRITE), 60)
+    good, other = (
+        Step("good", python(WRITE), 60),
+        Step("other", python(WRITE), 60),
+    )
     run_steps(tmp_path, good, other)
     assert set(run_steps(tmp_path, good, commit="another")) == {"good", "other"}
     assert set(run_steps(tmp_path, good, hardware="1 x another GPU")) == {"good"}
 
 
 def test_only_names_the_steps_that_are_run_and_a_wrong_name_is_refused():
-    steps = gpu.list_steps("cpu")
+    steps = list_steps("cpu")
     assert [step.name for step in gpu.choose(steps, ["tests", "formats"])] == ["formats", "tests"]
     assert gpu.choose(steps, []) == steps
     with pytest.raises(UsageError, match="no such step"):
@@ -130,7 +134,7 @@ GRANDCHILD = (
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what is left is found in /proc")
 def test_a_command_that_takes_too_long_ends_with_all_it_has_started_and_keeps_its_results(tmp_path):
-    slow = gpu.Step("slow", python(*GRANDCHILD, "time.sleep(1000)"), 5)
+    slow = Step("slow", python(*GRANDCHILD, "time.sleep(1000)"), 5)
     began = time.monotonic()
     [row] = run_steps(tmp_path, slow).values()
     assert (row["status"], row["good"]) == (None, False)
@@ -140,7 +144,7 @@ def test_a_command_that_takes_too_long_ends_with_all_it_has_started_and_keeps_it
 
 
 def test_when_time_is_over_the_steps_that_are_left_do_not_begin(tmp_path):
-    steps = [gpu.Step(name, python(), 60) for name in "ab"]
+    steps = [Step(name, python(), 60) for name in "ab"]
     report = gpu.Report(tmp_path, ORIGIN)
     assert gpu.run_all(steps, report, gpu.SECONDS_APART) == ["a", "b"]
     assert report.results["steps"] == {}
@@ -155,7 +159,7 @@ def test_neighbors_that_are_not_timed_run_side_by_side(tmp_path, monkeypatch):
             f"pathlib.Path('{tmp_path}', '{own}').touch()",
             "while not " + (f"pathlib.Path('{tmp_path}', '{other}').exists(): time.sleep(0.01)"),
         )
-        steps.append(gpu.Step(own, python(*lines), 120, beside_others=True))
+        steps.append(Step(own, python(*lines), 120, beside_others=True))
     assert all(row["good"] for row in run_steps(tmp_path / "out", *steps).values())
 
 

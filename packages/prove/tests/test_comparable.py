@@ -8,10 +8,10 @@ from torch import nn
 
 from prove.comparable import NotComparableError, comparable, widened
 from prove.rank_record import Mode, Settings
+from prove.watch.batches import are_same, checksum
 from prove.watch.model_tensors import project
 from prove.watch.outputs import OutputWatcher
 from prove.watch.rank_run import RankRun
-from prove.watch.samples import are_same, checksum
 
 warnings.filterwarnings("ignore", message="(ComplexHalf|Sparse|torch.quantize)")
 ROWS = torch.tensor([[0.0, 2.0, 0.0], [-1.0, 0.0, 3.0]])

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 from prove.checks.samples import Says, row_by_content
 from prove.random_state import worker_drew
 from prove.rank_record import LoaderPass, RankRecord
+from prove.watch.batches import as_double, tensors_in
 from prove.watch.data import fingerprint
-from prove.watch.samples import as_double, tensors_in
 from prove_cases import planted, training_of
 from prove_runs import verdict
 

@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 class NotComparableError(Exception):
-    """Its text is the kind of the tensor."""
+    """A tensor has no numbers to compare; the text is the kind of the tensor."""
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of a tensor that is divided between the ranks: each must ask for it."""
+    """Put a tensor together that is divided between the ranks, all of which must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def kind_of(tensor: Tensor) -> str:
-    """In words: the layout and dtype where they are unusual, and the class."""
+    """Say what a tensor is: class, layout and device where they are unusual, and its dtype."""
     name = "" if type(tensor) in (Tensor, torch.nn.Parameter) else f"{type(tensor).__name__}, "
     layout = "" if tensor.layout is torch.strided else f"{tensor.layout}, "
     device = "" if not tensor.is_meta else "on the meta device, "
@@ -27,9 +27,9 @@ def kind_of(tensor: Tensor) -> str:
 
 
 def comparable(tensor: Tensor) -> Tensor:
-    """Its values as a vector (n,) in float64, without a gradient.
+    """Turn a tensor into a vector (n,) in float64, without a gradient.
 
-    Raises NotComparableError: nothing is known about a tensor of this kind.
+    Raises NotComparableError if nothing is known about a tensor of this kind.
     """
     try:
         tensor = full_tensor(tensor.detach())
@@ -51,7 +51,7 @@ def comparable(tensor: Tensor) -> Tensor:
 
 
 def precision(dtype: torch.dtype) -> float:
-    """The spacing of its numbers near 1; 0 for integers."""
+    """The spacing of a dtype's numbers near 1; 0 for integers."""
     return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
@@ -60,5 +60,5 @@ WIDE |= {torch.complex32: torch.complex128, torch.complex64: torch.complex128}
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """In float64 or complex128 where it is a usual real or complex number, and else as it is."""
+    """Return usual real numbers in float64, complex ones in complex128, and all else unchanged."""
     return tensor.to(WIDE[tensor.dtype]) if tensor.dtype in WIDE else tensor

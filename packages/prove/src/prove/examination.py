@@ -1,7 +1,7 @@
 """One rank computes something else than all ranks: is that a mistake of the script?
 
-More runs find out: a control (do the ranks reproduce themselves?), and runs in which a coin falls
-alike on all ranks, or all samples get one draw.
+More runs find out: a control (do the ranks reproduce themselves?), and runs in which all ranks
+follow the decisions of rank 0, or all samples get one draw.
 """
 
 import torch
@@ -26,7 +26,10 @@ from prove.runs import Runs
 
 
 class Examination:
-    """No WRONG without a control; and what one rank could not be given is no mistake."""
+    """Makes the runs without which a difference is not WRONG.
+
+    What one rank could not be given is no mistake of the script either.
+    """
 
     def __init__(
         self,
@@ -36,17 +39,17 @@ class Examination:
         compared: list[Comparison],
         rows: list[ReportRow],
     ) -> None:
-        """rows: what is known without this replay."""
+        """Begin with the usual replay; rows: what is known without it."""
         self.runs, self.command, self.rows = runs, command, rows
-        self.replayed, self.compared = replayed, compared  # the first, or one with other draws
-        self.variant = ReplayVariant.USUAL  # of these draws
+        self.replayed, self.compared = replayed, compared  # the usual replay, or a later one
+        self.variant = ReplayVariant.USUAL  # which says what this replay was given
         self.coins = replayed.coins
         self.at = compared[0].facts.get("at", "?")
 
     def result(self) -> list[Comparison]:
-        """That of the first question which has an answer."""
+        """Ask in order; the first answer wins."""
         questions = (
-            self.with_one_coin,
+            self.with_decisions_of_rank_0,
             self.with_batchnorm_in_blocks,
             self.explained_by_other_rows,
             self.without_unsure_draws,
@@ -71,12 +74,12 @@ class Examination:
     def use_replay(
         self, variant: ReplayVariant, replayed: Replay, compared: list[Comparison]
     ) -> list[Comparison] | None:
-        """From now on this replay counts. None: it differs, too."""
+        """Let this replay count from now on; None if it differs, too."""
         self.variant, self.replayed, self.compared = variant, replayed, compared
         return compared if worst(compared) != Outcome.DIFFERENT else None
 
-    def with_one_coin(self) -> list[Comparison] | None:
-        """What each rank decides for its whole batch, rank 0 decides for all."""
+    def with_decisions_of_rank_0(self) -> list[Comparison] | None:
+        """Let rank 0 decide for all ranks what each of them decides for its whole batch."""
         if not self.coins:
             return None
         found = self.with_draws(ReplayVariant.COIN, self.coins)
@@ -85,7 +88,7 @@ class Examination:
         return self.use_replay(ReplayVariant.COIN, *found)
 
     def with_batchnorm_in_blocks(self) -> list[Comparison] | None:
-        """BatchNorm gets several rows of a sample, and nobody says in which order."""
+        """Try the other order of rows, where BatchNorm gets several of each sample."""
         if not self.replayed.replayed.batchnorm_rows_guessed:
             return None
         blocks = self.runs.replay(Mode.REPLAY, self.command, ReplayVariant.BLOCKS)
@@ -96,13 +99,14 @@ class Examination:
         return compared
 
     def explained_by_other_rows(self) -> list[Comparison] | None:
+        """Give no verdict where a row above explains each difference."""
         different = [each for each in self.compared if each.outcome == Outcome.DIFFERENT]
         if not all(is_explained(each.facts.get("step", 1), self.rows) for each in different):
             return None
         return self.no_verdict(ReplayReason.AS_ABOVE)
 
     def in_a_later_epoch(self) -> list[Comparison] | None:
-        """Did one rank have what the ranks had before it?"""
+        """Give no verdict where a later epoch differs and one rank lacks what came before it."""
         epochs = [
             int(each.facts.get("epoch", 0))
             for each in self.compared
@@ -114,8 +118,10 @@ class Examination:
         return self.no_verdict(ReplayReason.LATER_EPOCH, number=min(epochs) + 1, why=why)
 
     def without_unsure_draws(self) -> list[Comparison] | None:
-        """Numbers that one rank was not given: are they only those of dropout? If the ranks drop
-        otherwise, a run without dropout would not show it."""
+        """Try without dropout, if one rank was not given all draws: perhaps only dropout drew them.
+
+        Where the ranks draw for other shares of their samples, such a run would not show it.
+        """
         unsure = replay_checks.unsure_draws(self.replayed)
         if unsure is None:
             return None
@@ -128,6 +134,7 @@ class Examination:
         return self.use_replay(ReplayVariant.NO_DROPOUT, *found)
 
     def without_loader(self) -> list[Comparison] | None:
+        """Give no verdict where a loop without a loader could not be given its data."""
         observed = self.replayed.observed
         has_batches = any(each.steps for each in observed.loader_passes)
         if has_batches:
@@ -138,7 +145,7 @@ class Examination:
         return None
 
     def with_one_draw(self) -> list[Comparison] | None:
-        """All samples of a batch get the same numbers, so that their order cannot matter."""
+        """Try one draw for all samples of a batch, so that their order cannot matter."""
         if not (rows := self.replayed.rows):
             return None
         found = self.with_draws(ReplayVariant.ONE_DRAW, self.coins | rows)
@@ -153,8 +160,10 @@ class Examination:
         return self.no_verdict(ReplayReason.EQUAL_WITH_ONE_DRAW, **facts)
 
     def with_rows_in_blocks(self) -> list[Comparison] | None:
-        """Several draws for each sample: nobody says which of them are those of which rank, but
-        only the right order makes all gradients equal."""
+        """Try the other order, where a sample has several draws and the order is unknown.
+
+        Only the right order makes all gradients equal.
+        """
         if not self.replayed.places_of_draws(Finding.SEVERAL):
             return None
         blocks = self.runs.replay(Mode.REPLAY, self.command, ReplayVariant.BLOCKS)
@@ -169,6 +178,7 @@ class Examination:
     def with_draws(
         self, variant: ReplayVariant, draws: dict
     ) -> tuple[Replay, list[Comparison]] | None:
+        """Run all ranks and one rank with these draws; None if that fails."""
         torch.save(draws, forced_file(self.runs.settings.folder, variant))
         replayed = self.runs.replay_of_control(self.command, variant)
         if replayed is None or replay_checks.why_not_replayed(replayed):
@@ -176,7 +186,7 @@ class Examination:
         return replayed, comparisons(replayed)
 
     def run_control(self) -> list[Comparison] | None:
-        """The same ranks, fed their own records. None: they reproduce themselves."""
+        """Run the same ranks, fed their own records; None if they reproduce themselves."""
         outcome = self.runs.run_all_ranks(ReplayVariant.USUAL)
         observed = self.runs.observed.records
         reproduced = replay_checks.reproduction(observed, outcome.records)
@@ -190,6 +200,7 @@ class Examination:
         return self.no_verdict(ReplayReason.NOT_REPRODUCED, **facts)
 
     def sum_or_mistake(self, comparison: Comparison) -> Comparison:
+        """Is a factor of 1/N no mistake, because the script sums its loss over the local batch?"""
         if comparison.reason != ReplayReason.ONE_NTH:
             return comparison
         sequence = self.runs.replay(Mode.SEQUENCE, self.command)
@@ -199,12 +210,12 @@ class Examination:
 
 
 def places_of(draws: dict) -> list[str]:
-    """draws: by their keys."""
+    """List the places in the script of draws that are given by their keys."""
     return list(dict.fromkeys(key.at for key in draws))
 
 
 def is_explained(step: int, rows: list[ReportRow]) -> bool:
-    """By rows above, which begin no later: the ranks do not train one model."""
+    """Does a row above, which begins no later than this step, explain a difference in it?"""
     for row in rows:
         begin = row.facts.get("step", 0)
         if row.check == weights.NAME and row.verdict == WRONG and begin < step:

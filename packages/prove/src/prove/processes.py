@@ -32,14 +32,14 @@ from prove.rank_record import (
     read_records,
 )
 
-OF_ONE_RANK = (Mode.REPLAY, Mode.WHOLE, Mode.SEQUENCE, Mode.ORIGINAL)
+ONE_RANK_MODES = (Mode.REPLAY, Mode.WHOLE, Mode.SEQUENCE, Mode.ORIGINAL)
 HOOKS = Path(__file__).parent / "hooks"
 RANK, WORLD_SIZE = "{rank}", "{world_size}"  # in a command that each rank gets with its numbers
 WARNING_FILTERS = warnings.filters[:]  # of a script: ours are quieter
-REPLACED_STREAMS: list[Any] = []  # one that owns descriptor 1 would close it where it is forgotten
-SECONDS_UNTIL_SURE = 1.5  # seconds without progress, if the ranks wait for different things
-BEATS_OF_A_LIVE_RANK = 4  # a rank that has not written so often since then may only be slow
-SECONDS_AFTER_FAILURE = 3.0  # seconds that the others get when one rank has failed
+REPLACED_STREAMS: list[Any] = []  # kept alive: one that owns descriptor 1 closes it when it goes
+SECONDS_UNTIL_SURE = 1.5  # without progress it is a hang, if the ranks wait for different things
+BEATS_OF_A_LIVE_RANK = 4  # a rank that has written less often since its last event may be slow
+SECONDS_AFTER_FAILURE = 3.0  # that the other ranks get when one has failed
 
 
 class Torchrun(NamedTuple):
@@ -51,7 +51,7 @@ class Torchrun(NamedTuple):
 
 
 def names_ranks(command: list[str]) -> bool:
-    """Is it one command for each rank, with its numbers: python train.py --rank {rank} ...?"""
+    """Does each rank have a command of its own: python train.py --rank {rank} ...?"""
     is_python = (
         len(command) > 1 and "python" in Path(command[0]).name and command[1].endswith(".py")
     )
@@ -63,6 +63,7 @@ def with_numbers(command: list[str], rank: int, world_size: int) -> list[str]:
 
 
 def as_torchrun(command: list[str]) -> Torchrun | None:
+    """Read a command whose ranks we can start ourselves; None: it is another one."""
     arguments = command[1:]
     if names_ranks(command):
         return Torchrun(2, arguments, sets_variables=False)
@@ -80,7 +81,7 @@ def as_torchrun(command: list[str]) -> Torchrun | None:
 
 
 def listener_on_a_free_port() -> socket.socket:
-    """It keeps the port: a number that was only looked up may be another program's by then."""
+    """Listen on a free port, and so keep it: another program might take one only looked up."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
@@ -94,21 +95,23 @@ def preload() -> None:
     import torch.distributed
     import torch.utils.data
 
-    from prove.watch import observe  # noqa: F401  and all that watches: it waits for install()
+    from prove.watch import observe  # noqa: F401  with all watchers, which install() starts
 
     torch.set_num_threads(1)  # a process with a pool of threads must not fork
 
 
 def hook_variables(environment: Mapping[str, str], folder: Path, module: str) -> dict[str, str]:
-    """Variables for a command: each of its processes calls install() of that module in this folder
-    when it has imported torch."""
+    """Variables that make each process of a command watch itself.
+
+    When it has imported torch, it calls install() of this module in this folder.
+    """
     paths = [str(HOOKS), environment.get("PYTHONPATH", "")]
     path = os.pathsep.join(filter(None, paths))
     return {"PYTHONPATH": path, "AFTER_TORCH": f"{folder}:{module}"}
 
 
 def begin_as(command: list[str], environment: dict[str, str], log: Path) -> None:
-    """Make of this forked process one that has just started for the script."""
+    """Make this forked process look like one that has just started for the script."""
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -124,7 +127,7 @@ def begin_as(command: list[str], environment: dict[str, str], log: Path) -> None
 
 
 def become_rank(command: list[str], environment: dict[str, str], log: Path) -> None:
-    """What a forked rank does: it becomes the script."""
+    """Run the script as a rank in this forked process, and end with it."""
     status = 1
     try:
         begin_as(command, environment, log)
@@ -145,7 +148,7 @@ def become_rank(command: list[str], environment: dict[str, str], log: Path) -> N
             this_run.write_failure(error)
             traceback.print_exc()
         this_run.write(Ended.AT_ITS_END if status == 0 else Ended.WITH_ERROR)
-    except BaseException:  # a mistake of ours: end_process would say nothing about it
+    except BaseException:  # our own mistake, about which end_process would say nothing
         traceback.print_exc()
         status = 1
     finally:
@@ -155,19 +158,20 @@ def become_rank(command: list[str], environment: dict[str, str], log: Path) -> N
 class SpareProcess:
     """A Python of its own, which imports torch meanwhile and then becomes rank 1 of one run.
 
-    Forked ranks hash strings alike, and those of torchrun do not: only so is a script seen whose
-    data depend on the order of a set, or on hash().
+    Forked ranks hash strings alike, and those of torchrun do not. Only this rank, which does not
+    either, shows that a script's data depend on hash() or on the order of a set.
     """
 
     def __init__(self) -> None:
-        code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"  # ours, not its own
+        # Ctrl-C is for this process, which ends the spare one.
+        code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         code += "from prove import processes; processes.become_what_is_asked_for()"
         self.process: subprocess.Popen | None = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, text=True
         )
 
     def become_rank(self, command: list[str], environment: dict[str, str], log: Path) -> int:
-        """Its process id. It can be asked once."""
+        """Let the spare process become a rank, which it can only once; return its process id."""
         process, self.process = self.process, None
         assert process is not None
         assert process.stdin is not None
@@ -191,7 +195,7 @@ def become_what_is_asked_for() -> None:
 
 
 class Processes:
-    """The processes of one run: forked ranks, or the launcher of the user."""
+    """Starts and ends the processes of one run: forked ranks, or the user's launcher."""
 
     def __init__(
         self,
@@ -282,7 +286,7 @@ def is_loading(rank: RankRecord) -> bool:
 
 
 def wait_for_different_things(records: list[RankRecord]) -> bool:
-    """All ranks wait or have ended, and no message can come any more."""
+    """Do all ranks wait, or have ended, in a way that no message can come any more?"""
     if (
         len(records) < 2
         or len(records) < records[0].world_size
@@ -290,7 +294,7 @@ def wait_for_different_things(records: list[RankRecord]) -> bool:
         or any(rank.progress.waits_in for rank in records)  # a message may still be on its way
     ):
         return False
-    places: set[tuple[int, str]] = set()  # how many collectives a rank has called, and the last one
+    places: set[tuple[int, str]] = set()  # the number and name of each rank's last collective
     for rank in records:
         if rank.progress.collective:
             places.add((len(rank.collectives), rank.progress.collective.name))
@@ -300,12 +304,12 @@ def wait_for_different_things(records: list[RankRecord]) -> bool:
 
 
 class ProgressWatch:
-    """How long ago the ranks made their last progress."""
+    """Tells how long ago the ranks made their last progress."""
 
     def __init__(self) -> None:
         self.last: list[tuple] = []
         self.since = time.monotonic()
-        self.beats: dict[int, int] = {}  # of each rank at that time
+        self.beats: dict[int, int] = {}  # how often each rank had written its record by then
 
     def seconds_without(self, records: list[RankRecord]) -> float:
         now = [
@@ -331,11 +335,11 @@ def run_command(
 ) -> RunOutcome:
     """Start a command, wait until all ranks have ended or hang, and read what they wrote.
 
-    most_seconds: then it is ended, as if it had ended well. spare: becomes one of the ranks.
+    After most_seconds, it is ended as if it had ended well. spare becomes one of the ranks.
     """
     began = time.monotonic()
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PROVE": json.dumps(asdict(settings))}
-    takes_all = settings.shares_out_cores and settings.mode in OF_ONE_RANK
+    takes_all = settings.shares_out_cores and settings.mode in ONE_RANK_MODES
     if takes_all and environment["OMP_NUM_THREADS"].isdigit():
         threads = int(environment["OMP_NUM_THREADS"]) * settings.world_size
         environment["OMP_NUM_THREADS"] = str(min(threads, os.cpu_count() or 1))
@@ -352,7 +356,7 @@ def run_command(
                 continue
             next_look = time.monotonic() + SECONDS_PER_BEAT
             records = read_records(settings.folder, settings.name)
-            # Before the ranks meet, and while one loads: downloads, slow workers.
+            # Before the ranks meet, and while one loads, downloads and workers may take long.
             limit = timeout if records and not any(map(is_loading, records)) else 10 * timeout
             if wait_for_different_things(records):
                 limit = SECONDS_UNTIL_SURE

@@ -20,12 +20,12 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def numpy_random() -> Any:
-    """None: the script has not imported numpy."""
+    """Return numpy.random, or None if the script has not imported numpy."""
     return sys.modules["numpy"].random if "numpy" in sys.modules else None
 
 
 def state_digests() -> list[int]:
-    """A number for the state of each generator."""
+    """Turn the state of each generator into one number."""
     torch_state = zlib.crc32(bytes_of(torch.get_rng_state()))
     if torch.cuda.is_initialized():
         torch_state ^= zlib.crc32(bytes_of(torch.cuda.get_rng_state()))
@@ -37,20 +37,20 @@ def state_digests() -> list[int]:
 
 
 def all_states() -> list:
-    """Of each generator."""
+    """Return the state of each generator, for set_all_states."""
     return [torch.get_rng_state(), random.getstate(), numpy_random() and numpy_random().get_state()]
 
 
 def set_all_states(states: list) -> None:
-    of_torch, of_random, of_numpy = states
-    torch.set_rng_state(of_torch)
-    random.setstate(of_random)
-    if of_numpy and numpy_random():
-        numpy_random().set_state(of_numpy)
+    torch_state, python_state, numpy_state = states
+    torch.set_rng_state(torch_state)
+    random.setstate(python_state)
+    if numpy_state and numpy_random():
+        numpy_random().set_state(numpy_state)
 
 
 def worker_drew() -> bool:
-    """In a worker of a loader: has anything drawn since it was seeded? True if that is unknown."""
+    """Has anything drawn in this worker of a loader since it was seeded? True if unknown."""
     worker = torch.utils.data.get_worker_info()
     if worker is None:
         return True
@@ -79,15 +79,11 @@ def seed_all(number: int, seed_torch: Callable = torch.manual_seed) -> None:
 
 @contextmanager
 def with_seed(number: int) -> Iterator[None]:
-    """Fixed seeds for a while; the user's numbers stay what they would have been."""
-    torch_state, python_state = torch.get_rng_state(), random.getstate()
-    numpy_state = numpy_random() and numpy_random().get_state()
+    """Seed all generators for a while; the user's numbers stay what they would have been."""
+    states = all_states()
     # torch.manual_seed would seed GPUs as well.
     seed_all(number, torch.default_generator.manual_seed)
     try:
         yield
     finally:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        if numpy_state:
-            numpy_random().set_state(numpy_state)
+        set_all_states(states)

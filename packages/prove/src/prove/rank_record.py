@@ -1,7 +1,7 @@
 """What does each rank write down? These records are all that the judges know about a run.
 
 A tensor is written down as two numbers, its Projection: see model_tensors.project. `at` is always a
-place in the user's code, such as train.py:73.
+place in the user's code, such as train.py:73. `steps_before` is the number of steps made by then.
 """
 
 import os
@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 
 
 class StrEnum(str, Enum):
-    """As Python's own, which 3.10 does not have yet: a member is printed as the text it is."""
+    """An Enum whose members print as their text, as in Python's own StrEnum from 3.11 on."""
 
     __str__ = str.__str__
 
 
 class Mode(StrEnum):
-    """All ranks are observed once, and one rank then replays their batches."""
+    """Who runs: all ranks are observed once, and one rank then replays their batches."""
 
     OBSERVE = "observe"
     REPLAY = "replay"  # sample 0 of each rank, sample 1 of each rank, ...: one large batch
@@ -33,14 +33,14 @@ class Mode(StrEnum):
 
 
 class ReplayVariant(StrEnum):
-    """What a replay and its control do otherwise than usual."""
+    """How a replay and its control differ from the usual ones."""
 
     USUAL = ""
     COIN = "-coin"  # what each rank decides for its whole batch, rank 0 decides for all
     ONE_DRAW = "-one-draw"  # all samples of a batch get one and the same draw
     NO_DROPOUT = "-no-dropout"
     LONGER = "-longer"  # the observed run, to where the shortest epoch of a rank ends
-    BLOCKS = "-blocks"  # several rows of a sample lie in blocks: see samples.owners_of_rows
+    BLOCKS = "-blocks"  # several rows of a sample lie in blocks: see batches.owners_of_rows
 
 
 class Ended(StrEnum):
@@ -48,7 +48,7 @@ class Ended(StrEnum):
 
     NOT_YET = "not yet"  # or it was killed
     AT_ITS_END = "at the end of the script"
-    WHEN_SEEN = "when enough was seen"  # by us
+    WHEN_SEEN = "when enough was seen"  # we have ended it
     WITH_ERROR = "with an error"
 
     @property
@@ -57,7 +57,7 @@ class Ended(StrEnum):
 
 
 class Finding(StrEnum):
-    """What a replay found out about a draw, by place."""
+    """What a replay found out about the draws at one place."""
 
     BY_SAMPLE = "one for each sample"
     SEVERAL = "several for each sample"  # one after another, or in blocks
@@ -73,7 +73,7 @@ class Finding(StrEnum):
 
 
 class DataFinding(StrEnum):
-    """Without a DataLoader: what one rank got where data meet gradients, by step and place."""
+    """What one rank got where data meet gradients, if the script has no DataLoader."""
 
     GIVEN = "what all ranks had, from the script itself"
     LATE = "what all ranks had, but the script has computed with its own before"
@@ -90,14 +90,14 @@ class Note(Enum):
     """A fact about a run that needs no more than the place where it was first seen."""
 
     CLIPS = auto()
-    CLIPS_SCALED = auto()  # gradients that still carry the loss scale
-    GATHERS_FOR_METRICS = auto()  # accelerate's, which drops the samples that padding repeats
-    HAS_GROUPS = auto()  # of some ranks
-    REDUCES_WITHOUT_BACKWARD = auto()  # the script sums what has a gradient, before the first step
-    JOINS = auto()  # DDP's join, for unequal numbers of batches
+    CLIPS_SCALED = auto()  # it clips gradients that still carry the loss scale
+    GATHERS_FOR_METRICS = auto()  # with Accelerate, which drops samples that padding repeats
+    HAS_GROUPS = auto()  # it makes process groups of some ranks
+    REDUCES_WITHOUT_BACKWARD = auto()  # it sums what has a gradient, before the first step
+    JOINS = auto()  # it uses DDP's join, for unequal numbers of batches
     MODEL_IS_DIVIDED = auto()
-    ENDS_WITH_OTHERS = auto()  # this rank, because another one had seen enough
-    STOP_TOGETHER = auto()  # the ranks, where the first of them has no batch left
+    ENDS_WITH_OTHERS = auto()  # this rank ends because another one had seen enough
+    STOP_TOGETHER = auto()  # the ranks stop where the first of them has no batch left
 
 
 SECONDS_PER_BEAT = 0.2  # the record is written again, and read again
@@ -116,27 +116,26 @@ class Settings:
     mode: Mode
     float64: bool
     cpu: bool  # GPU calls become CPU calls
-    batches: int  # of each loader and epoch
+    batches: int  # that each loader gives in an epoch
     gpus: int  # that the script sees with `cpu`
-    world_size: int  # of the observed run, once that is known
+    world_size: int  # ranks of the observed run, once that is known
     rows_are_split: bool = False  # all ranks load the same batches, and each takes its rows
     variant: ReplayVariant = ReplayVariant.USUAL
-    seed: int | None = None  # of the generators when the script begins; None: any
     dropout: bool = True  # False: switched off, because its masks cannot be recorded
     watches_operations: bool = True  # False: nothing is changed in the script's torch
     shares_out_cores: bool = False  # what one rank computes alone gets the threads of all
 
     def __post_init__(self) -> None:
-        """From JSON, they come as texts."""
+        """Turn the strings of JSON into enums."""
         self.mode, self.variant = Mode(self.mode), ReplayVariant(self.variant)
 
     @property
     def name(self) -> str:
-        """Of this run, and of its files."""
+        """The name of this run, with which its files begin."""
         return self.mode + self.variant
 
 
-# What DDP itself calls, by torch's names.
+# Functions that DDP itself calls to reach the other ranks, and how we name them.
 DDP_CALLS = {
     "_broadcast_coalesced": "DDP's broadcast",
     "_verify_params_across_processes": "DDP's comparison of parameters",
@@ -156,11 +155,11 @@ class Collective(NamedTuple):
 
 @dataclass
 class RankProgress:
-    """Is this rank alive, and what does it wait for?"""
+    """Shows whether a rank is alive, and what it waits for."""
 
     events: int = 0  # a run whose ranks have no new events may hang
     beats: int = 0  # how often the record was written
-    collective: Collective | None = None  # that the rank is in
+    collective: Collective | None = None  # the one that the rank is in now
     waits_in: Collective | None = None  # another call that may wait for a rank: recv, a store
     in_backward: bool = False
     at: str = ""
@@ -171,47 +170,46 @@ class RankProgress:
 
 @dataclass
 class LoaderPass:
-    """One pass over a loader."""
+    """One pass of one rank over a loader."""
 
     number: int
-    loader: int
+    loader: int  # the number of the loader
     at: str  # where the loader was made
-    sampler: str  # its class
+    sampler: str  # the class of its sampler
     shuffle: bool | None
     workers: int
     batch_size: int | None
     limit: int  # --batches
-    dataset: int  # its number on this rank
-    dataset_length: int | None  # below all Subsets
-    fingerprint: list[list[int]]  # of three samples: of the first tensor, and of all fields
+    dataset: int  # the number of its data set on this rank
+    dataset_length: int | None  # of the data set below all Subsets
+    fingerprint: list[list[int]]  # of three samples, checksums of the first tensor and all fields
     is_stream: bool  # an IterableDataset
     with_gradients: bool  # gradients were enabled when it began
-    batches_and_samples: tuple[int, int] | None  # of the whole pass, which we cut short
+    batches_and_samples: tuple[int, int] | None  # in the whole pass, which we cut short
     steps_before: int
     collectives_before: int
     backwards_before: int
-    generators: list[int]  # their digests when the pass began
-    base_seed: int | None = None  # of the workers
-    drew: list[bool] = field(default_factory=lambda: [False] * 3)  # these generators, while loading
+    generators: list[int]  # digests of their states when the pass began
+    base_seed: int | None = None  # that the workers were given
+    drew: list[bool] = field(default_factory=lambda: [False] * 3)  # each generator, while loading
     workers_drew: bool = False  # its workers have drawn random numbers, or may have
     batches_given: int = 0
-    epoch: int = 0  # passes over this data set with steps, before this one
-    ended: bool = False  # at the end of its data
+    epoch: int = 0  # how many passes over this data set made steps before this one
+    ended: bool = False  # it came to the end of its data
     steps: int = 0
     backwards: int = 0
     accumulates: bool = False  # several of its batches make one step
     window: int = 0  # batches up to its first step; 0: not known
     contents: list[list[int]] = field(default_factory=list)  # checksums of samples, by batch
-    inputs: list[list[int]] = field(default_factory=list)  # of their first tensors only
-    labels: list[int] = field(default_factory=list)  # of what is beside these; 0: nothing
-    sizes: list[int] = field(default_factory=list)  # of the batches
-    batches: int | None = None  # that the sampler has listed
-    samples_file: str = ""  # which samples they are
-    # Its number among the passes whose batches are kept for a replay.
-    replay_number: int | None = None
-    indices: list[int] = field(default_factory=list)  # from samples_file, when the run is over
-    may_draw: set[int] | None = None  # the indices of a Subset
-    fields: list[str] = field(default_factory=list)  # of a sample: what fingerprint tells apart
+    inputs: list[list[int]] = field(default_factory=list)  # checksums of their first tensors only
+    labels: list[int] = field(default_factory=list)  # checksums of all else in them; 0: nothing
+    sizes: list[int] = field(default_factory=list)  # how many samples each batch has
+    batches: int | None = None  # how many the sampler has listed
+    samples_file: str = ""  # a file with the indices that the sampler has listed
+    replay_number: int | None = None  # among the passes whose batches are kept for a replay
+    indices: list[int] = field(default_factory=list)  # read from samples_file after the run
+    may_draw: set[int] | None = None  # the indices of a Subset, read with them
+    fields: list[str] = field(default_factory=list)  # names of a sample's fields, for fingerprint
 
     @property
     def checksums(self) -> list[int]:
@@ -234,53 +232,59 @@ class OptimizerStep:
     """The gradients that a step was given, and the weights before and after it."""
 
     at: str
-    batch: int  # of its pass, from 1 on
-    epoch: int  # from 0 on
+    batch: int  # its number in the pass, from 1 on
+    epoch: int  # its number, from 0 on
     batch_size: int | None
-    learning_rates: list[float]  # of the parameter groups
+    learning_rates: list[float]  # one for each parameter group
     loss_scale: float
-    dtype: str  # of the gradients
+    dtype: str  # that the gradients have
     weights_before: list[Projection]
     gradients: list[Projection | None]
     local_gradients: list[float | None]  # projected, as backward gave them to this rank
-    has_old_gradient: bool  # of the step before, because of a forgotten zero_grad
+    has_old_gradient: bool  # the step before left it there: zero_grad was forgotten
     weights_after: list[Projection] = field(default_factory=list)  # empty: step() did not end
-    exchanges_inside: int = 0  # between ranks, in step() itself
-    momenta: list[float] = field(default_factory=list)  # of the parameter groups, or their betas
+    exchanges_inside: int = 0  # calls in step() itself that reached other ranks
+    momenta: list[float] = field(default_factory=list)  # momentum or betas of the parameter groups
     # Parameters whose gradient had an imaginary part after backward, and has none any more.
     lost_imaginary: list[int] = field(default_factory=list)
-    # Of each parameter, what the optimizer keeps for it: written down if step() communicates.
+    # What the optimizer keeps for each parameter: written down if step() communicates.
     moments: list[dict[str, Projection]] = field(default_factory=list)
 
 
 @dataclass
 class OptimizerRecord:
+    """An optimizer of one rank, or the steps that the script makes by hand."""
+
     at: str
-    is_adaptive: bool  # as Adam, it divides by small gradients
+    is_adaptive: bool  # like Adam, it divides by small gradients
     is_by_hand: bool = False  # no optimizer of torch: the script changes its parameters itself
     compares_changes: bool = False  # there is no p.grad, so the changes of weights are compared
     steps: list[OptimizerStep] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)  # of its parameters
-    keys: list[str] = field(default_factory=list)  # in RankRecord.weights; "": in no module
-    outside_ddp: list[int] = field(default_factory=list)  # the numbers of these parameters
+    names: list[str] = field(default_factory=list)  # one for each parameter
+    keys: list[str] = field(default_factory=list)  # into RankRecord.weights; "": in no module
+    outside_ddp: list[int] = field(default_factory=list)  # the numbers of parameters outside DDP
 
 
 @dataclass
 class DDPRecord:
+    """A model in DDP on one rank."""
+
     at: str
-    forwards: int = 0  # in training
-    forwards_around: dict[str, int] = field(default_factory=dict)  # by place: ddp.module(x)
-    parameters: int = 0  # that are trained
+    forwards: int = 0  # calls of DDP in training
+    forwards_around: dict[str, int] = field(default_factory=dict)  # calls of ddp.module, by place
+    parameters: int = 0  # how many are trained
     in_no_optimizer: list[str] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)  # of its parameters, in RankRecord.weights
-    unfrozen: list[str] = field(default_factory=list)  # of these, those that no DDP averages
-    not_in_last_step: list[str] = field(default_factory=list)  # they got no gradient in it
+    keys: list[str] = field(default_factory=list)  # of its parameters, into RankRecord.weights
+    unfrozen: list[str] = field(default_factory=list)  # keys of those that no DDP averages
+    not_in_last_step: list[str] = field(default_factory=list)  # those that got no gradient in it
     without_gradient: list[str] = field(default_factory=list)
     buffers_at_evaluation: dict[str, Projection] = field(default_factory=dict)
     buffers_at_end: dict[str, Projection] = field(default_factory=dict)
 
 
 class PrintedText(NamedTuple):
+    """A text that a rank has printed or logged."""
+
     text: str
     at: str
     steps_before: int
@@ -289,31 +293,35 @@ class PrintedText(NamedTuple):
 
 
 class Backward(NamedTuple):
+    """One call of backward."""
+
     at: str
     steps_before: int
     is_scaled: bool  # the loss is divided or multiplied in one of its last operations
-    loss_at: str = ""  # the last call of a loss function of torch before it
-    adds_up: bool = False  # to the gradients of another one
+    loss_at: str = ""  # where a loss function of torch was last called before it
+    adds_up: bool = False  # the gradients of another backward are still there
 
 
 class LayerOutput(NamedTuple):
     """What a layer gives in training before the first step."""
 
     layer: str
-    kind: str  # its class
+    kind: str  # the class of the layer
     rows: list[float]  # the product of each row with a fixed vector
 
 
 class ModelCall(NamedTuple):
-    """The script calls a module in training."""
+    """A call of a module by the script itself, in training."""
 
-    checksum: int  # of its first input
+    checksum: int  # of the first tensor that goes in
     rows: int
     batch: tuple[int, int]  # the pass and the number of the last batch
     batch_size: int | None
 
 
 class ScriptError(NamedTuple):
+    """The error with which a script has ended on one rank."""
+
     kind: str
     message: str
     at: str
@@ -324,18 +332,18 @@ class ScriptError(NamedTuple):
 class ScheduleRecord:
     """A learning-rate scheduler that the script steps."""
 
-    kind: str  # its class
-    at: str  # of its step
+    kind: str  # the class of the scheduler
+    at: str  # where it was first stepped
     steps: int = 0
-    batches: int = 0  # after which it stepped
-    by_batch: bool = False  # not once per epoch
+    batches: int = 0  # after how many of them it stepped
+    by_batch: bool = False  # it steps more than once per epoch
     length: int | None = None  # steps after which its rate stays; None: not known, or never
     highest_rate: float = 0.0
-    total_steps: int = 0  # of OneCycleLR, which refuses to make more
+    total_steps: int = 0  # OneCycleLR refuses to make more; 0 for other classes
 
 
 class Metric(NamedTuple):
-    """By which ReduceLROnPlateau decides."""
+    """A number by which ReduceLROnPlateau decides."""
 
     value: float
     at: str
@@ -343,26 +351,26 @@ class Metric(NamedTuple):
 
 
 class DrawKey(NamedTuple):
-    """Which of the calls that draw random numbers this is."""
+    """Names one draw, so that the same call in a replay finds it."""
 
     batch: tuple[int, int]  # the pass over a loader and the number of the batch
     at: str
-    name: str
-    number: int  # of this call, at this place and in this batch
+    name: str  # of the function that drew
+    number: int  # how many such calls came before it, at this place and in this batch
 
 
 class Draw(NamedTuple):
-    """What one such call has drawn."""
+    """What one call has drawn on one rank."""
 
     value: Any
     arguments: list  # the numbers with which it was called
 
 
 class OneDraw(NamedTuple):
-    """All samples of a batch get one and the same draw, so that their order cannot matter."""
+    """One draw that all samples of a batch get, so that their order cannot matter."""
 
-    dim: int  # of the samples
-    row: Any  # a tensor
+    dim: int  # along which the samples lie
+    row: Any  # a tensor, for each of them
 
 
 CENTERED = "mean that was subtracted"
@@ -373,7 +381,7 @@ class Statistic(NamedTuple):
 
     name: str
     at: str
-    number: int  # of this call, at this place
+    number: int  # how many such calls came before it, at this place
     value: float
 
     @property
@@ -401,9 +409,9 @@ class RankRecord:
     ended: Ended = Ended.NOT_YET
     error: ScriptError | None = None
     progress: RankProgress = field(default_factory=RankProgress)
-    steps: int = 0  # of all optimizers together
+    steps: int = 0  # by all optimizers together
     loader_passes: list[LoaderPass] = field(default_factory=list)
-    unused_loaders: dict[int, str] = field(default_factory=dict)  # where each was made
+    unused_loaders: dict[int, str] = field(default_factory=dict)  # by number: where it was made
     optimizers: list[OptimizerRecord] = field(default_factory=list)
     ddps: list[DDPRecord] = field(default_factory=list)
     model_calls: list[ModelCall] = field(default_factory=list)
@@ -419,22 +427,23 @@ class RankRecord:
     uses_autocast: bool = False
     exchange_precision: float = 0.0  # the spacing of numbers near 1 in what backward and step send
     model_returns_loss: bool = False
-    seed: int = 0  # of its generators, when the script began
-    asked_for_length: bool = False  # of a loader, before its first batch
+    seed: int = 0  # with which its generators began
+    asked_for_length: bool = False  # the script did so, before a loader's first batch
     why_not_kept: str = ""  # why a batch could not be kept for a replay
     draws: dict[Finding, list[str]] = field(default_factory=dict)  # the places of each
-    batchnorm_rows_unknown: bool = False  # which of them came from which rank
+    batchnorm_rows_unknown: bool = False  # nobody knows which row came from which rank
     batchnorm_rows_guessed: bool = False  # a sample has several: one after another, or in blocks
-    own_batch_size: int | None = None  # of the replaying rank, which gets larger ones
-    other_shapes: dict[int, list[tuple]] = field(default_factory=dict)  # of its optimizers
+    own_batch_size: int | None = None  # that the replaying rank's script set; it gets larger ones
+    # By optimizer of the replaying rank: parameters of another shape than those observed.
+    other_shapes: dict[int, list[tuple]] = field(default_factory=dict)
     schedules: list[ScheduleRecord] = field(default_factory=list)  # in the order of first steps
     metrics: list[Metric] = field(default_factory=list)
     evaluated: list[EvaluatedModule] = field(default_factory=list)
-    # Of all parameters of the modules that are trained, by their keys: when the script first calls
-    # one of them after so many steps, and at the end of the run.
+    # By number of steps made: all parameters of the modules that are trained, by their keys, as
+    # they were when the script first called one of these modules then, and at the end of the run.
     weights: dict[int, dict[str, Projection]] = field(default_factory=dict)
     not_comparable: list[str] = field(default_factory=list)  # kinds of parameters or gradients
-    data: dict[DataFinding, list[tuple[int, str]]] = field(default_factory=dict)
+    data: dict[DataFinding, list[tuple[int, str]]] = field(default_factory=dict)  # step and place
     statistics: list[Statistic] = field(default_factory=list)
     buffers_outside_ddp: dict[str, dict[str, Projection]] = field(default_factory=dict)
     parts: dict[type, Any] = field(default_factory=dict)  # what one check alone writes down
@@ -475,22 +484,22 @@ def tensors_file(folder: str, mode: str, rank: int) -> Path:
 
 
 def loop_file(folder: str, mode: str, rank: int) -> Path:
-    """What the loop of a script without a DataLoader has read: see sources.py."""
+    """The file of what a loop without a DataLoader has read: see sources.py."""
     return Path(folder, f"{mode}.{rank}.loop.pt")
 
 
 def forced_file(folder: str, variant: ReplayVariant) -> Path:
-    """Draws that all runs of a variant are given: Draw or OneDraw by key."""
+    """The file of draws that all runs of a variant get: Draw or OneDraw by key."""
     return Path(folder, f"forced{variant}.pt")
 
 
 def calls_file(folder: str, mode: str, rank: int) -> Path:
-    """The collectives of a rank, written at once: its process may be killed in the next one."""
+    """The file of a rank's collectives, each written before it begins: the rank may die in it."""
     return Path(folder, f"{mode}.{rank}.calls")
 
 
 def with_last_calls(record: RankRecord, file: Path) -> RankRecord:
-    """The record of a rank that did not come to its end is older than its last calls."""
+    """Complete the record of a rank that did not come to its end: it is older than its calls."""
     if record.ended != Ended.NOT_YET or not file.exists():
         return record
     calls = [Collective(*line.split("\t")) for line in file.read_text().splitlines()]
@@ -498,9 +507,10 @@ def with_last_calls(record: RankRecord, file: Path) -> RankRecord:
 
 
 def read_records(folder: str, mode: str) -> list[RankRecord]:
-    """The records of all ranks, rank 0 first.
+    """Read the records of all ranks, rank 0 first.
 
-    Unpickled, because only the script of the user, who may run anything, can write to this folder.
+    Pickle is safe here, because only the script of the user, who may run anything, can write to
+    this folder.
     """
     files = Path(folder).glob(f"{mode}.*.record")
     records = [pickle.loads(file.read_bytes()) for file in files]
@@ -513,6 +523,6 @@ def read_records(folder: str, mode: str) -> list[RankRecord]:
 def end_process(status: int) -> None:
     """End a rank whose record is written, whatever the script has made of its stdout."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # a script that has put a file in its place has closed it, too
+        with suppress(Exception):  # the script may have put a file there, and have closed it
             stream.flush()
     os._exit(status)

@@ -1,4 +1,4 @@
-"""The runs of one proof: all ranks are observed, and replays begin from what they recorded."""
+"""Make the runs of one proof: observe all ranks, then replay what they recorded."""
 
 import re
 import shlex
@@ -33,13 +33,13 @@ FLAG_FOR_RANKS = re.compile(
     r"""["'](--(?:world[-_]size|num[-_]gpus|n?gpus|nprocs?|num[-_]processes|devices))["']"""
 )
 MOST_LONGER_RUNS = 2  # to find out how an epoch ends
-SECONDS_OF_SMALL_STEPS = 5  # of a run: threads that share so little work wait for each other
-MOST_BATCHES_TO_THE_END = 64  # of an epoch, to see how it ends
+SECONDS_OF_SMALL_STEPS = 5  # in a shorter run, threads would only wait for each other
+MOST_BATCHES_TO_THE_END = 64  # that an epoch may have, if we are to see how it ends
 LEAST_SECONDS = 20.0  # that a script gets to fail by itself
 
 
 def command_of_one_rank(args: Namespace) -> list[str] | None:
-    """The command that starts one rank: the same, with a 1 for the number of ranks."""
+    """Make the command that starts one rank: the same one, with a 1 for the number of ranks."""
     if args.alone:
         return shlex.split(args.alone)
     if processes.names_ranks(args.command):
@@ -50,14 +50,14 @@ def command_of_one_rank(args: Namespace) -> list[str] | None:
             return shlex.split(text)
     if processes.as_torchrun(args.command):
         return None
-    # mp.spawn: the script may have a flag of its own, or it will see one GPU.
+    # A script with mp.spawn may have a flag of its own; otherwise it will see one GPU.
     scripts = [word for word in args.command if word.endswith(".py") and Path(word).is_file()]
     flag = FLAG_FOR_RANKS.search(Path(scripts[0]).read_text()) if scripts else None
     return [*args.command, flag[1], "1"] if flag else list(args.command)
 
 
 class Runs:
-    """They share a folder, and leave the user's files as they were."""
+    """Makes runs of the user's command that share a folder, and puts the user's files back."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Runs:
         return Precision.FLOAT64 if self.settings.float64 else Precision.AS_FAILED
 
     def run_all_ranks(self, variant: ReplayVariant) -> RunOutcome:
-        """Again, each rank fed its own records."""
+        """Run all ranks again, each fed its own records."""
         return self.run(self.settings_of(Mode.CONTROL, variant), self.args.command)
 
     def settings_of(self, mode: Mode, variant: ReplayVariant) -> Settings:
@@ -112,7 +112,7 @@ class Runs:
         return Replay(self.observed, outcome, settings.folder, names, self.precision)
 
     def replay_of_control(self, command: list[str], variant: ReplayVariant) -> Replay | None:
-        """All ranks and one rank, both with the draws of this variant. None: they do not run."""
+        """Run all ranks, then one rank, with the draws of this variant; None if that fails."""
         control = self.run_all_ranks(variant)
         if len(control.records) < len(self.observed.records) or control.status:
             return None
@@ -122,7 +122,7 @@ class Runs:
         return Replay(control, outcome, settings.folder, names, self.precision)
 
     def observe(self) -> None:
-        """In float64, if the script runs so; then in its own precision; then only watched."""
+        """Observe all ranks: in float64, else in the script's own precision, else from outside."""
         attempts = [self.settings]
         if self.settings.float64:
             attempts.append(replace(self.settings, float64=False))
@@ -165,7 +165,7 @@ class Runs:
         return self.observed
 
     def observe_last_window(self, outcome: RunOutcome) -> RunOutcome:
-        """Where several batches make one step, an epoch must end as the whole one does."""
+        """Observe longer where several batches make one step, until an epoch ends as it should."""
         for _ in range(MOST_LONGER_RUNS):
             if failed(outcome) or outcome.hang or not outcome.records:
                 break
@@ -177,7 +177,7 @@ class Runs:
         return outcome
 
     def observe_shortest_epoch(self, records: list[RankRecord]) -> None:
-        """Where the ranks have unequal numbers of batches: do they stop together?"""
+        """Note whether ranks with unequal numbers of batches stop together."""
         shortest = epoch_ends.shortest_of_unequal_epochs(records)
         if not 0 < shortest <= MOST_BATCHES_TO_THE_END:
             return
@@ -188,7 +188,7 @@ class Runs:
             records[0].notes[Note.STOP_TOGETHER] = ""
 
     def run_bare(self, outcome: RunOutcome) -> RunOutcome:
-        """Does the script fail by itself? It gets a little more time than it took to fail here."""
+        """Run the script unobserved, a little longer than it ran here: does it fail by itself?"""
         seconds = max(LEAST_SECONDS, 3 * outcome.seconds)
         settings = replace(self.settings, mode=Mode.BARE)
         self.report(f"{settings.name}: {shlex.join(self.args.command)}")
@@ -198,7 +198,7 @@ class Runs:
             restore_files(Path(settings.folder))
 
     def best_replay(self, command: list[str]) -> Replay:
-        """Which gives one rank the batches in the order in which the script takes them."""
+        """Make the replay that gives one rank its batches in the order the script takes them."""
         replayed = self.replay(Mode.REPLAY, command)
         if self.args.cpu and not replayed.wrote_record:  # some scripts refuse to run on one GPU
             gpus = len(self.observed.records)
@@ -209,6 +209,7 @@ class Runs:
 
 
 def failed(outcome: RunOutcome) -> bool:
+    """Did the script end with an error, other than by a hang?"""
     if outcome.hang or outcome.silent:
         return False
     ended = [record.ended == Ended.WITH_ERROR for record in outcome.records]

@@ -1,4 +1,4 @@
-"""What runs in the user's process, beside the script. observe.py begins it. Read on in this order:
+"""Watch a script from inside its own process. observe.py begins it; read on in this order:
 
 rank_run.py      the run of a rank, and how a function of torch's is replaced
 float64.py       how the script comes to compute in float64
@@ -6,7 +6,7 @@ data.py, schedule.py          loaders; learning rates
 model.py, outputs.py, loss.py, steps.py, model_tensors.py    forward, backward, steps
 effects.py       files, printed lines, and messages between the ranks
 operations.py, random_numbers.py    changed parameters, and random numbers
-draws.py, samples.py, feeder.py     how one rank gets the draws and the samples of all
-sources.py       the same for what a loop without a DataLoader reads
+draws.py, batches.py, feeder.py     how one rank gets the draws and the samples of all
+sources.py       how one rank gets what a loop without a DataLoader reads on all of them
 pretend_gpus.py, sync_batchnorm.py  scripts written for GPUs
 """

@@ -1,6 +1,6 @@
-"""Which samples does a rank draw, and in which order? The loaders are watched.
+"""Which samples does a rank draw, and in which order? Watch its DataLoaders.
 
-Each epoch is cut to a few batches, and the run ends after the third one.
+Each epoch is cut to a few batches, and the run ends after the third epoch.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,11 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from prove import random_state
 from prove.rank_record import EVALUATION_FACTOR, LoaderPass
-from prove.watch.draws import Draws
-from prove.watch.feeder import Feeder
-from prove.watch.model import ModelWatcher
-from prove.watch.rank_run import RankRun, save_tensors, where, wrap
-from prove.watch.samples import (
+from prove.watch.batches import (
     Collated,
     RecordedBatch,
     RecordingCollate,
@@ -27,17 +23,23 @@ from prove.watch.samples import (
     first_tensor,
     freeze,
 )
+from prove.watch.draws import Draws
+from prove.watch.feeder import Feeder
+from prove.watch.model import ModelWatcher
+from prove.watch.rank_run import RankRun, save_tensors, where, wrap
 
-EPOCHS = 3  # that are seen
+EPOCHS = 3  # after which the run ends
 MOST_INDICES = 2_000_000  # more are not listed: a sampler may have no end
-END = object()  # of a loader
-MOST_SIZES = 64  # of batches
-MOST_MICRO_BATCHES = 32  # for each of --batches, where several make one step
+END = object()  # what next() returns when a loader has no more batches
+MOST_SIZES = 64  # sizes of batches that are written down
+MOST_MICRO_BATCHES = 32  # given for each one of --batches, where several make one step
 
 
 def fingerprint(dataset: Any) -> tuple[list[list[int]], list[str]]:
-    """Three samples, loaded with a fixed seed, and the names of their fields: do the ranks hold the
-    same data set?"""
+    """Checksums of three samples, loaded with a fixed seed, and the names of their fields.
+
+    They show whether all ranks hold the same data set.
+    """
 
     def read(place: int) -> Any:
         if hasattr(dataset, "__getitems__"):
@@ -50,26 +52,26 @@ def fingerprint(dataset: Any) -> tuple[list[list[int]], list[str]]:
 
     try:
         samples = read_three()
-        of_fields, again = (
+        checksums, again = (
             [*zip(*map(checksums_of_fields, three), strict=True)]
             for three in (samples, read_three())
         )
-        # What a generator of its own draws is another number each time, and says nothing.
-        same = [one == two for one, two in zip(of_fields, again, strict=True)]
+        # A field drawn by a generator of the data set's own changes each time, and says nothing.
+        same = [one == two for one, two in zip(checksums, again, strict=True)]
         if not same[0]:
             return [], []
-        kept = [own if is_same else (0, 0, 0) for own, is_same in zip(of_fields, same, strict=True)]
+        kept = [own if is_same else (0, 0, 0) for own, is_same in zip(checksums, same, strict=True)]
         names = [
             "" if isinstance(part, str) or not is_same else name
             for (name, part), is_same in zip(fields_of(samples[0]).items(), same[1:], strict=True)
-        ]  # the path of a file may differ
+        ]  # a text may be the path of a file, which differs between ranks
         return [[*sample] for sample in zip(*kept, strict=True)], names
     except Exception:  # a data set that cannot answer, a stream for example
         return [], []
 
 
 def checksums_of_fields(sample: Any) -> list[int]:
-    """Of its first tensor, and of each field: which of them differs between the ranks?"""
+    """Checksums of a sample's first tensor and of each of its fields, to tell which one differs."""
     return [checksum(first_tensor(sample)), *map(checksum, fields_of(sample).values())]
 
 
@@ -81,7 +83,7 @@ def fields_of(sample: Any) -> dict[str, Any]:
 
 
 def without_subsets(dataset: Any) -> tuple[Any, Tensor | None]:
-    """The data set below all Subsets, and which of its samples these hold (None: all)."""
+    """Return the data set below all Subsets, and the indices that these choose, or None for all."""
     if not isinstance(dataset, Subset):
         return dataset, None
     base, below = without_subsets(dataset.dataset)
@@ -90,7 +92,7 @@ def without_subsets(dataset: Any) -> tuple[Any, Tensor | None]:
 
 
 class ListedSampler:
-    """A batch sampler that is listed to its end before it gives its first batch."""
+    """A batch sampler that lists all of its batches before it gives the first one."""
 
     def __init__(self, batches: Any, loader: Any, run: RankRun) -> None:
         self.batches, self.loader, self.run = batches, loader, run
@@ -127,7 +129,7 @@ class ListedSampler:
         settings, rank = self.run.settings, self.run.record.rank
         file = f"{settings.folder}/{settings.name}.{rank}.pass{loader_pass.number}.pt"
         save_tensors({"indices": indices, "may_draw": may_draw}, file)
-        loader_pass.samples_file = file  # now that it is whole
+        loader_pass.samples_file = file  # only now, when the file is complete
 
 
 def last_pass(run: RankRun, loader: Any) -> LoaderPass | None:
@@ -137,7 +139,7 @@ def last_pass(run: RankRun, loader: Any) -> LoaderPass | None:
 
 
 def batches_and_samples(loader: Any) -> tuple[int, int] | None:
-    """How many a pass over a loader has; None: it does not say."""
+    """Batches and samples in a whole pass over a loader; None if the loader does not say."""
     batches = loader.batch_sampler
     if type(batches) is not BatchSampler:
         return None
@@ -150,15 +152,15 @@ def batches_and_samples(loader: Any) -> tuple[int, int] | None:
 
 
 class LoaderWatcher:
-    """The passes of this rank over its loaders."""
+    """Records each pass of this rank over a loader, cuts it short, and feeds it in a replay."""
 
     def __init__(self, run: RankRun, model: ModelWatcher) -> None:
         self.run, self.model, self.steps, self.feeder = run, model, model.steps, model.feeder
-        self.datasets: list[Any] = []  # held, so that no other one gets its place in memory
+        self.datasets: list[Any] = []  # kept alive, so that no other one gets the same id
         self.places: list[str] = []  # where each loader was made, by its number
         self.asked_for_length: set[int] = set()  # the numbers of such loaders
-        self.loader_passes_fed = 0  # in a replay, so far
-        self.unused: dict[int, Any] = {}  # data sets that gave no batch yet, by loader
+        self.loader_passes_fed = 0  # passes that a replay has got so far
+        self.unused: dict[int, Any] = {}  # data sets that gave no batch yet, by number of loader
 
     def note_made(self, loader: Any) -> None:
         object.__setattr__(loader, "prove_number", len(self.places))
@@ -168,7 +170,7 @@ class LoaderWatcher:
             self.run.record.unused_loaders[loader.prove_number] = self.places[-1]
 
     def note_used(self, loader: Any) -> None:
-        """It may be another loader over the same data set, as Accelerate makes one."""
+        """Note that a data set is used, whichever loader reads it: Accelerate makes another one."""
         for number in [n for n, dataset in self.unused.items() if dataset is loader.dataset]:
             del self.unused[number], self.run.record.unused_loaders[number]
 
@@ -177,7 +179,7 @@ class LoaderWatcher:
         self.model.note_received_weights()
 
     def iterate(self, iterate: Callable, loader: Any) -> Any:
-        """In the place of a loader's own __iter__, which `iterate` is."""
+        """Stand in for DataLoader.__iter__, which is given as `iterate`."""
         run, loader_passes = self.run, self.run.record.loader_passes
         training = torch.is_grad_enabled()
         self.end_batch()
@@ -186,13 +188,13 @@ class LoaderWatcher:
             earlier.steps > 0 and earlier.dataset == loader_pass.dataset
             for earlier in loader_passes
         )
-        if training and self.model.loop:
-            self.model.loop.leave()
+        if training and self.model.loop_watcher:
+            self.model.loop_watcher.leave()
         if training and epochs:
             run.in_second_epoch = True
             self.steps.note_rates()
             if epochs >= EPOCHS and run.joined and not run.replaying:
-                loader_passes.pop()  # it gives nothing any more
+                loader_passes.pop()  # the run ends before this pass gives a batch
                 run.end_early()
         loader_pass.epoch = epochs
         if self.feeder and training:
@@ -208,7 +210,7 @@ class LoaderWatcher:
         return self.own_batches(iterator, loader_pass, loader)
 
     def begin(self, loader: Any) -> LoaderPass:
-        """The record of a new pass."""
+        """Begin the record of a pass over this loader."""
         dataset, record = loader.dataset, self.run.record
         self.note_used(loader)
         base, _ = without_subsets(dataset)
@@ -220,7 +222,7 @@ class LoaderWatcher:
             for loader_pass in record.loader_passes
             if loader_pass.dataset == number
         ]
-        of_samples, fields = earlier[0] if earlier else fingerprint(base)
+        checksums, fields = earlier[0] if earlier else fingerprint(base)
         sampler, shuffle = sampler_of(loader)
         loader_pass = LoaderPass(
             number=len(record.loader_passes),
@@ -233,7 +235,7 @@ class LoaderWatcher:
             limit=self.run.settings.batches,
             dataset=number,
             dataset_length=length,
-            fingerprint=of_samples,
+            fingerprint=checksums,
             is_stream=is_stream,
             with_gradients=torch.is_grad_enabled(),
             batches_and_samples=batches_and_samples(loader),
@@ -247,8 +249,10 @@ class LoaderWatcher:
         return loader_pass
 
     def number_of_dataset(self, loader: Any, length: int | None) -> int:
-        """Of the data set of a loader; the same for what the script makes anew for each epoch, at
-        the same place."""
+        """Number the data set of a loader.
+
+        A data set that the script makes anew for each epoch, at the same place, keeps its number.
+        """
         if torch.is_grad_enabled():
             for earlier in self.run.record.loader_passes:
                 is_same_place = earlier.at == self.places[loader.prove_number]
@@ -262,13 +266,13 @@ class LoaderWatcher:
         return len(self.datasets) - 1
 
     def own_batches(self, iterator: Iterator, loader_pass: LoaderPass, loader: Any) -> Iterator:
-        """The batches of the loader itself, until there are enough."""
+        """Give the loader's own batches, until the script has had enough of them."""
         run, model, steps = self.run, self.model, self.steps
         size, before, looks_ahead = 0, len(run.record.model_calls), False
-        steps_of_others = run.record.steps  # than this pass
+        steps_of_others = run.record.steps  # made with batches of other passes
         while True:
             self.end_batch()
-            if torch.is_grad_enabled():  # also where another loader gave the last batch of a step
+            if torch.is_grad_enabled():  # a step counts here, too, if its last batch came elsewhere
                 loader_pass.steps = run.record.steps - steps_of_others
             if loader_pass.steps and not loader_pass.window:
                 loader_pass.window = loader_pass.batches_given - looks_ahead
@@ -294,9 +298,12 @@ class LoaderWatcher:
             yield as_double(batch.batch) if run.settings.float64 else batch.batch
 
     def is_enough(self, loader_pass: LoaderPass) -> bool:
-        """Has the script had its batches of this pass? Where several make one step, it gets more,
-        but no more than its length, if the script has asked for that. (If this hides how the last
-        window of an epoch ends, runs.py observes once more.)"""
+        """Has the script had its batches of this pass?
+
+        Where several batches make one step, it gets more, but no more than the length of its
+        loader, if it has asked for that. (If this hides how the last window of an epoch ends,
+        runs.py observes once more.)
+        """
         given, batches = loader_pass.batches_given, self.run.settings.batches
         if self.run.replaying or not loader_pass.with_gradients:
             return given >= self.most_batches(loader_pass.with_gradients)
@@ -312,7 +319,7 @@ class LoaderWatcher:
         return has_steps or given >= MOST_MICRO_BATCHES * batches
 
     def note_batch(self, loader_pass: LoaderPass, batch: Collated) -> int:
-        """Its size."""
+        """Record this batch; return its number of samples."""
         run = self.run
         loader_pass.workers_drew |= batch.drew
         batch = with_checksums(batch, loader_pass)
@@ -341,22 +348,26 @@ class LoaderWatcher:
         self.run.tensors["batches"][loader_pass.replay_number].append(kept)
 
     def begin_batch(self, loader_pass: LoaderPass, number: int, size: int) -> None:
-        """Who looks ahead, as Accelerate does, computes a batch after asking for the next one: the
-        last one after the end."""
+        """Tell the watchers of steps and draws that this batch is computed now.
+
+        A script that looks ahead, as Accelerate does, computes a batch after it has asked for the
+        next one, and the last batch after the loader has ended.
+        """
         kept = -1 if loader_pass.replay_number is None else loader_pass.replay_number
         self.steps.begin_batch((kept, number), [size], [])
 
     def most_batches(self, training: bool) -> int:
         settings = self.run.settings
-        ranks = settings.world_size if self.run.replaying else 1  # one evaluates what all ranks did
+        # In a replay, one rank evaluates the samples of all ranks.
+        ranks = settings.world_size if self.run.replaying else 1
         return settings.batches * ranks * (1 if training else EVALUATION_FACTOR)
 
     def length(self, length: Callable, loader: Any) -> int:
-        """In the place of a loader's own __len__."""
+        """Stand in for DataLoader.__len__, which is given as `length`."""
         self.asked_for_length.add(loader.prove_number)  # so it must give no more
         last = last_pass(self.run, loader)
         if last is None or not last.with_gradients:
-            self.run.record.asked_for_length = True  # a schedule may be made from it
+            self.run.record.asked_for_length = True  # perhaps to make a schedule of this length
         if self.feeder and (batches := self.feeder.batches_of(loader)) is not None:
             return batches
         return min(length(loader), self.most_batches(torch.is_grad_enabled()))
@@ -364,7 +375,7 @@ class LoaderWatcher:
     def batches_to_feed(
         self, feeder: Feeder, loader: Any, loader_pass: LoaderPass
     ) -> Iterator | None:
-        """Recorded ones, for the next pass; None: there was no such pass."""
+        """Recorded batches for the next pass, or None if the observed run had no such pass."""
         while not feeder.is_made_here(self.loader_passes_fed):
             self.loader_passes_fed += 1
         record, number = self.run.record, self.loader_passes_fed
@@ -404,12 +415,12 @@ class LoaderWatcher:
             run.in_second_epoch = True  # so the numbers that follow are not compared
 
     def calls_so_far(self) -> tuple[int, int]:
-        """Backwards, and calls of models."""
+        """Count the calls of backward and of models that this rank has made."""
         return self.model.backwards, len(self.run.record.model_calls)
 
 
 def sampler_of(loader: Any) -> tuple[str, bool | None]:
-    """Its class, and whether it shuffles; None: it does not say."""
+    """The class of a loader's sampler, and whether it shuffles, or None if it does not say."""
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     sampler = getattr(sampler, "sampler", sampler)
     shuffle = getattr(sampler, "shuffle", None)
@@ -417,7 +428,7 @@ def sampler_of(loader: Any) -> tuple[str, bool | None]:
 
 
 def next_batch(iterator: Iterator, loader_pass: LoaderPass, draws: Draws) -> Collated | None:
-    """None: there is none. The record says which generators have drawn for it."""
+    """Take the next batch, or None at the end; note which generators have drawn for it."""
     before = random_state.state_digests()
     with draws.loading():
         batch = next(iterator, END)
@@ -425,14 +436,14 @@ def next_batch(iterator: Iterator, loader_pass: LoaderPass, draws: Draws) -> Col
     if loader_pass.ended:
         return None
     after = random_state.state_digests()
-    if loader_pass.batches_given:  # not at the first batch, where a sampler draws its seed
+    if loader_pass.batches_given:  # for the first batch, the sampler has drawn its seed, too
         changes = [old != new for old, new in zip(before, after, strict=True)]
         loader_pass.drew = [a or b for a, b in zip(loader_pass.drew, changes, strict=True)]
     return batch if isinstance(batch, Collated) else Collated(batch, None, [], [])
 
 
 def with_checksums(batch: Collated, loader_pass: LoaderPass) -> Collated:
-    """Of its rows, if its samples are not known, or are none of those that the sampler listed."""
+    """Give a batch checksums of its rows if its samples are unknown or not the sampler's."""
     is_known = bool(batch.file)
     if is_known and loader_pass.batches is not None and not loader_pass.is_stream:
         listed = loader_pass.sizes[loader_pass.batches_given : loader_pass.batches_given + 1]
@@ -442,12 +453,12 @@ def with_checksums(batch: Collated, loader_pass: LoaderPass) -> Collated:
 
 
 def recording_iterator(loader: Any, iterate: Callable, folder: str) -> Iterator:
-    """The loader's own iterator, whose workers write down each sample before they collate it."""
+    """Make the loader's own iterator, whose workers write down each sample before they collate."""
     own = loader.collate_fn
     if loader.batch_sampler is not None and not isinstance(own, RecordingCollate):
         loader.collate_fn = RecordingCollate(own, folder)
     try:
-        return iterate(loader)  # it takes the function and starts the workers
+        return iterate(loader)  # it remembers collate_fn and starts the workers
     finally:
         loader.collate_fn = own
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from prove import random_state
 from prove.rank_record import Draw, DrawKey, Finding, Mode, OneDraw, ReplayVariant
+from prove.watch.batches import CannotMergeError, are_equal, interleave, order_of_rows
 from prove.watch.rank_run import RankRun, where
-from prove.watch.samples import CannotMergeError, are_equal, interleave, order_of_rows
 
 MOST_BYTES = 2_000_000_000  # of one rank's draws
 DRAWS_WITHOUT_TAG = {"random_", "random", "binomial", "_sample_dirichlet", "feature_dropout"}
@@ -42,31 +42,34 @@ def is_number(value: Any) -> bool:
 
 
 class Draws:
-    """What this rank draws between the arrival of a batch and the request for the next one."""
+    """Records or replays what this rank draws between getting a batch and asking for the next."""
 
     def __init__(self, run: RankRun) -> None:
-        self.run, self.active = run, False
+        self.run, self.active = run, False  # active: what is drawn now belongs to a batch
         self.is_loading = self.is_in_model = False
         self.batch = (0, 0)
-        self.of_model = False  # only the model draws for this batch: there is no loader
+        self.of_model = False  # without a loader, only what the model draws belongs to a batch
         self.sizes = [1]  # samples of each rank in this batch
-        self.sources: list[dict[DrawKey, Draw]] = []  # of the ranks whose samples are in this batch
+        # In a replay: what each rank drew in the observed run whose samples are in this batch.
+        self.draws_of_ranks: list[dict[DrawKey, Draw]] = []
         self.recorded: dict[DrawKey, Draw] = {}
-        self.rows: dict[DrawKey, OneDraw] = {}  # of the draws that had a row for each sample
-        self.coins: dict[DrawKey, Draw] = {}  # what each rank has decided for its whole batch
-        self.forced: dict[DrawKey, Draw | OneDraw] = {}
+        self.rows: dict[DrawKey, OneDraw] = {}  # the first row of draws with a row per sample
+        self.batch_decisions: dict[DrawKey, Draw] = {}  # rank 0's, where the ranks' differ
+        self.forced: dict[DrawKey, Draw | OneDraw] = {}  # they come before any other answer
         self.bytes_recorded = 0
-        self.calls: Counter = Counter()
-        self.loops: set[tuple[str, str]] = set()
-        self.states: list[int] = []  # of the generators, after the last draw that was seen
+        self.calls: Counter = Counter()  # in this batch, by function and place
+        self.per_sample_draws: set[tuple[str, str]] = set()  # such calls, made once per sample
+        self.states: list[int] = []  # digests of the generators after the last draw we saw
 
     def note_finding(self, kind: Finding, at: str) -> None:
         places = self.run.record.draws.setdefault(kind, [])
         if at not in places:
             places.append(at)
 
-    def begin_batch(self, batch: tuple[int, int], sizes: list[int], sources: list[dict]) -> None:
-        self.batch, self.sizes, self.sources = batch, sizes, sources
+    def begin_batch(
+        self, batch: tuple[int, int], sizes: list[int], draws_of_ranks: list[dict]
+    ) -> None:
+        self.batch, self.sizes, self.draws_of_ranks = batch, sizes, draws_of_ranks
         self.calls.clear()
         self.note_states()
         self.active = not self.run.written and os.getpid() == self.run.record.pid
@@ -75,16 +78,21 @@ class Draws:
         if self.active:
             self.check_states()
         self.active = self.of_model = False
-        for name, at in self.loops:
+        for name, at in self.per_sample_draws:
             if self.calls[name, at] != sum(self.sizes):
                 self.note_finding(Finding.NOT_MATCHED, at)
-        self.loops.clear()
+        self.per_sample_draws.clear()
 
-    def begin_forward(self, batch: tuple[int, int], sizes: list[int], sources: list[dict]) -> None:
-        """As begin_batch, without a loader: what is drawn outside of the model may be the next
-        batch, so only forward and backward count."""
+    def begin_forward(
+        self, batch: tuple[int, int], sizes: list[int], draws_of_ranks: list[dict]
+    ) -> None:
+        """Begin a batch where there is no loader.
+
+        What is drawn outside of the model may be the next batch, so only what forward and backward
+        draw counts.
+        """
         self.end_batch()
-        self.begin_batch(batch, sizes, sources)
+        self.begin_batch(batch, sizes, draws_of_ranks)
         self.of_model, self.active = self.active, False
 
     @contextmanager
@@ -97,7 +105,7 @@ class Draws:
                 self.leave_model()
 
     def enter_model(self) -> bool:
-        """The draws of its forward or backward count from here on."""
+        """Count what is drawn from here on, in a model's forward or backward, as of its batch."""
         if not self.of_model or self.active or self.run.written:
             return False
         self.note_states()
@@ -111,7 +119,7 @@ class Draws:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What prove itself computes meanwhile draws nothing for the script."""
+        """Leave out what prove itself draws meanwhile: it draws nothing for the script."""
         active, self.active = self.active, False
         try:
             yield
@@ -120,7 +128,7 @@ class Draws:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """A replay gets its batches: what a loader draws for them is not needed."""
+        """Leave out what a loader draws meanwhile: a replay gets the batches themselves."""
         before, self.is_loading = self.is_loading, True
         try:
             yield
@@ -128,8 +136,10 @@ class Draws:
             self.is_loading = before
 
     def note_between(self) -> None:
-        """A generator of the script's own draws between two batches, maybe for the next epoch. Its
-        state cannot be restored."""
+        """Note that a generator of the script's own has drawn between two batches.
+
+        It may do so for the next epoch, and its state cannot be restored.
+        """
         if self.run.record.steps and not self.is_loading and not self.run.written:
             self.note_finding(Finding.BETWEEN, where())
 
@@ -137,25 +147,26 @@ class Draws:
         self.states = random_state.state_digests()
 
     def check_states(self) -> list[int]:
-        """Has anything drawn since the last draw that we saw?"""
+        """Note a draw that we did not see since the last one; return the digests of the states."""
         states = random_state.state_digests()
         if self.active and self.states and states != self.states:
             self.note_finding(Finding.ESCAPED, f"before {where()}")
         return states
 
     def next_key(self, name: str) -> DrawKey:
-        """The script for one GPU (--original) has other lines, so there only the order counts."""
+        """The key of the next draw by this function at this place in the script."""
+        # The script for one GPU has other lines, so there only the order counts.
         at = "" if self.run.settings.mode == Mode.ORIGINAL else where()
         self.calls[name, at] += 1
         return DrawKey(self.batch, at, name, self.calls[name, at] - 1)
 
     def record_or_replay_operation(self, function: Any, args: tuple, kwargs: dict) -> Any:
-        """An operation of torch that may draw: it does so, and a replay overwrites the result."""
+        """Call an operation of torch that may draw; a replay overwrites what it has drawn."""
         before = self.check_states()
         result = function(*args, **kwargs)
         self.note_states()
         if before == self.states and kwargs.get("generator") is None:
-            return result  # attention without dropout has the tag, too, and draws nothing
+            return result  # attention has the tag of a draw, but without dropout draws nothing
         name = function.overloadpacket.__name__.rstrip("_")
         if any(part in name for part in KERNELS_THAT_DRAW):
             self.note_finding(Finding.OPAQUE, f"{name} at {where()}")
@@ -166,28 +177,28 @@ class Draws:
             self.note_finding(Finding.OPAQUE, f"{name} at {where()}")
             return result
         arguments = [argument for argument in (*args, *kwargs.values()) if is_number(argument)]
-        replacement = self.replacement(self.next_key(name), drawn.detach().clone(), arguments)
-        if replacement is not None:
-            drawn.copy_(replacement)
+        answer = self.record_or_answer(self.next_key(name), drawn.detach().clone(), arguments)
+        if answer is not None:
+            drawn.copy_(answer)
             if is_fused:
                 result[0].copy_(args[0] * drawn / (1 - args[1]))
         return result
 
     def record_or_replay_value(self, name: str, args: tuple, value: Any) -> Any:
-        """A number or an array that numpy or random has drawn."""
+        """Return what numpy or random has drawn; in a replay, the recorded number or array."""
         arguments = [argument for argument in args if is_number(argument)]
         try:
             drawn = torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError):
             drawn = value
-        replacement = self.replacement(self.next_key(name), drawn, arguments)
-        if replacement is None:
+        answer = self.record_or_answer(self.next_key(name), drawn, arguments)
+        if answer is None:
             return value
-        if not isinstance(replacement, Tensor):
-            return replacement
+        if not isinstance(answer, Tensor):
+            return answer
         if hasattr(value, "astype") and hasattr(value, "shape"):
-            return replacement.numpy().astype(value.dtype).reshape(replacement.shape)[()]
-        return type(value)(replacement.item())
+            return answer.numpy().astype(value.dtype).reshape(answer.shape)[()]
+        return type(value)(answer.item())
 
     def record_draw(self, key: DrawKey, draw: Draw) -> None:
         value = draw.value
@@ -201,8 +212,11 @@ class Draws:
         else:
             self.recorded[key] = Draw(value, draw.arguments)
 
-    def replacement(self, key: DrawKey, drawn: Any, arguments: list) -> Any:
-        """What this call shall return; None: what it has drawn."""
+    def record_or_answer(self, key: DrawKey, drawn: Any, arguments: list) -> Any:
+        """While observing, record the draw; in a replay, return the recorded one, if there is one.
+
+        None: keep what was drawn, because this run observes, or no recorded draw fits this call.
+        """
         forced = self.forced.get(key)
         if isinstance(forced, OneDraw) and isinstance(drawn, Tensor):
             if forced.row.shape == drawn.select(forced.dim, 0).shape:
@@ -214,19 +228,19 @@ class Draws:
         if not self.run.replaying:
             self.record_draw(key, Draw(drawn, arguments))
             return None
-        if from_loop := self.draw_of_loop(key, drawn):
-            return from_loop[0]
-        draws = [draw for source in self.sources if (draw := source.get(key)) is not None]
-        if not draws or len(draws) < len(self.sources):
+        if per_sample := self.draw_of_sample(key, drawn):
+            return per_sample[0]
+        draws = [draw for own in self.draws_of_ranks if (draw := own.get(key)) is not None]
+        if not draws or len(draws) < len(self.draws_of_ranks):
             self.note_finding(Finding.NOT_MATCHED, key.at)
             if draws and not all(
-                any(other[:3] == key[:3] for other in own) for own in self.sources
+                any(other[:3] == key[:3] for other in own) for own in self.draws_of_ranks
             ):
                 self.note_finding(Finding.OTHER_SHARES, key.at)
             return None
-        return self.replacement_from_ranks(key, drawn, arguments, draws)
+        return self.answer_from_ranks(key, drawn, arguments, draws)
 
-    def replacement_from_ranks(
+    def answer_from_ranks(
         self, key: DrawKey, drawn: Any, arguments: list, draws: list[Draw]
     ) -> Any:
         shapes = [getattr(draw.value, "shape", None) for draw in draws]
@@ -239,20 +253,20 @@ class Draws:
         return self.interleaved_draws(key, dim, drawn, draws, arguments)
 
     def draw_of_batch(self, key: DrawKey, arguments: list, draws: list[Draw]) -> Any:
-        """What each rank has drawn once for its whole batch: that of rank 0."""
+        """Return rank 0's draw, where each rank has drawn once for its whole batch."""
         if any(draw.arguments != arguments for draw in draws):
-            self.note_finding(Finding.NOT_MATCHED, key.at)  # a place in the batch, perhaps
+            self.note_finding(Finding.NOT_MATCHED, key.at)  # they may draw a place in the batch
             return None
         values = [draw.value for draw in draws]
         are_tensors = all(isinstance(value, Tensor) for value in values)
         alike = all_equal(values) if are_tensors else len({*map(repr, values)}) == 1
         self.note_finding(Finding.COMMON if alike else Finding.COIN, key.at)
         if not alike:
-            self.coins[key] = draws[0]
+            self.batch_decisions[key] = draws[0]
         return values[0]
 
     def dim_of_samples(self, drawn: Tensor, values: list[Tensor]) -> int | None:
-        """The dimension in which the request of one rank is as long as those of all ranks."""
+        """Find the dimension in which one rank's draw is as long as those of all ranks together."""
         if any(value.ndim != drawn.ndim for value in values):
             return None
         for dim in range(drawn.ndim):
@@ -264,7 +278,7 @@ class Draws:
     def interleaved_draws(
         self, key: DrawKey, dim: int, drawn: Tensor, draws: list[Draw], arguments: list
     ) -> Tensor | None:
-        """Interleaved, as the samples are."""
+        """Interleave the ranks' draws in the order in which their samples are interleaved."""
         values, of_places = [draw.value for draw in draws], False
         for draw, size in zip(draws, self.sizes, strict=True):
             if draw.arguments != arguments:  # is it because they name the size of the batch?
@@ -288,39 +302,41 @@ class Draws:
         in_blocks = rows > 1 and self.run.settings.variant == ReplayVariant.BLOCKS
         try:
             parts = pad_like(values, drawn, dim)
-            replacement = interleave(parts, self.sizes, dim, rows if in_blocks else 1)
+            answer = interleave(parts, self.sizes, dim, rows if in_blocks else 1)
         except CannotMergeError:
             self.note_finding(Finding.NOT_MATCHED, key.at)
             return None
         self.note_finding(Finding.BY_SAMPLE, key.at)
-        return replacement
+        return answer
 
     def finish(self) -> None:
-        self.run.tensors |= {"draws": self.recorded, "coins": self.coins, "rows": self.rows}
+        self.run.tensors |= {
+            "draws": self.recorded, "coins": self.batch_decisions, "rows": self.rows,
+        }  # fmt: skip
 
     def places_in_merged_batch(self, values: list[Tensor]) -> list[Tensor]:
-        """Sample i of rank r, as it was drawn, and where it is now."""
+        """Turn drawn places in the batch of each rank into places in the merged batch."""
         place = {pair: row for row, pair in enumerate(order_of_rows(self.sizes))}
         return [
             torch.tensor([place[rank, int(i)] for i in value.flatten()]).view_as(value)
             for rank, value in enumerate(values)
         ]
 
-    def draw_of_loop(self, key: DrawKey, drawn: Any) -> tuple | None:
-        """Each rank has called it as often as it has samples: once for each."""
+    def draw_of_sample(self, key: DrawKey, drawn: Any) -> tuple | None:
+        """Return the draw for the next sample, in a tuple, where each rank drew once per sample."""
         calls = [
-            [draw.value for other, draw in source.items() if other[:3] == key[:3]]
-            for source in self.sources
+            [draw.value for other, draw in own.items() if other[:3] == key[:3]]
+            for own in self.draws_of_ranks
         ]
         sizes = self.sizes
         if len(calls) < 2 or [*map(len, calls)] != sizes or max(sizes) < 2:
             return None
         if key.number >= sum(sizes) or all(repr(values) == repr(calls[0]) for values in calls):
-            return None  # all ranks drew the same: as often as they have samples by chance
+            return None  # all ranks drew the same, so the number of samples is a coincidence
         shapes = {getattr(value, "shape", None) for values in calls for value in values}
-        if shapes != {getattr(drawn, "shape", None)}:  # several layers that one line calls
+        if shapes != {getattr(drawn, "shape", None)}:  # one line calls several layers
             return None
-        self.loops.add((key.name, key.at))
+        self.per_sample_draws.add((key.name, key.at))
         rank, sample = order_of_rows(sizes)[key.number]
         return (calls[rank][sample],)
 
@@ -330,7 +346,7 @@ def all_equal(values: list[Tensor]) -> bool:
 
 
 def dim_alike(shapes: list, dim: int) -> bool:
-    """Do these shapes differ at most in one dimension?"""
+    """Do these shapes differ at most in this dimension?"""
     others = {tuple(n for number, n in enumerate(shape) if number != dim) for shape in shapes}
     return len(others) == 1
 
@@ -340,9 +356,10 @@ def with_size_named(arguments: list, size: int) -> list:
 
 
 def pad_like(values: list[Tensor], drawn: Tensor, dim: int) -> list[Tensor]:
-    """Of ranks that pad to their own longest sample: what nobody drew stays as one rank drew it.
+    """Fill up the draws of ranks that each pad to their own longest sample.
 
-    Raises CannotMergeError if one rank needs more than any of them has drawn.
+    What no rank drew stays as the replaying rank has drawn it. Raises CannotMergeError if this one
+    needs more than any of the ranks has drawn.
     """
     for other in range(drawn.ndim):
         if other != dim and drawn.shape[other] != max(value.shape[other] for value in values):

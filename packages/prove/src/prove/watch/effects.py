@@ -1,4 +1,4 @@
-"""What can be seen of a rank from outside? Collectives, files and printed lines are watched."""
+"""What can be seen of a rank from outside? Watch its collectives, files and printed lines."""
 
 import builtins
 import io
@@ -44,7 +44,7 @@ POINT_TO_POINT = [
 MOST_CALLS = 1000
 TORCH = os.path.dirname(torch.__file__)
 
-# Files that several processes write by agreement, or that are no result of the script.
+# Several processes write files there by agreement, or the files are no results of the script.
 IGNORED_FOLDERS = ("/dev/", "/proc/", "/sys/", "/tmp/torch", "/tmp/pymp", "/tmp/tmp")
 IGNORED_PARTS = ("__pycache__", "/.cache/", "torchinductor", "torchelastic", "/.triton/")
 
@@ -79,8 +79,11 @@ def watch_collective(run: RankRun, name: str, printed_name: str = "") -> None:
 
 
 def note_precision(run: RankRun, arguments: list) -> None:
-    """Gradients may be sent in 16 bits: fp16_compress_hook, or p.grad.half(). A single number is
-    the loss, to be printed."""
+    """Note how coarse the numbers are that this rank sends.
+
+    Gradients may go in 16 bits, by fp16_compress_hook or p.grad.half(). A single number does not
+    count: it is mostly a loss, to be printed.
+    """
     parts = [part for each in arguments for part in (each if isinstance(each, list) else [each])]
     coarse = [
         precision(part.dtype)
@@ -91,7 +94,10 @@ def note_precision(run: RankRun, arguments: list) -> None:
 
 
 def has_no_backward(run: RankRun, call: Collective, args: tuple) -> bool:
-    """The functions of torch.distributed.nn.functional have one."""
+    """Does this call sum a tensor with a gradient, but not the gradient in backward?
+
+    The functions of torch.distributed.nn.functional do both.
+    """
     if call.name != "all_reduce" or call.library or run.record.steps or not args:
         return False
     return isinstance(args[0], torch.Tensor) and args[0].grad_fn is not None
@@ -103,7 +109,7 @@ def calling_library() -> str:
 
 
 def call_that_may_wait(run: RankRun, name: str, function: Callable, *args: Any, **more: Any) -> Any:
-    """Let the rank be seen in this call, which need not be one that all ranks make."""
+    """Call a function that may wait for one other rank, and show meanwhile that we are in it."""
     progress = run.record.progress
     inside = progress.collective is not None or progress.waits_in is not None
     if inside or not run.joined or threading.current_thread() is not threading.main_thread():
@@ -128,7 +134,7 @@ def watch_point_to_point(run: RankRun, name: str) -> None:
 
 
 def watch_waits(run: RankRun) -> None:
-    """For the end of a call, or for what another rank puts into a store."""
+    """Watch waits for the end of a call, and for what another rank puts into a store."""
     for owner, name in ((dist.Work, "wait"), (dist.Store, "get"), (dist.Store, "wait")):
 
         @wrap(owner, name)
@@ -164,12 +170,12 @@ def watch_groups(run: RankRun) -> None:
 
 
 def keep_copy(path: str, folder: Path) -> None:
-    """Before a file is changed for the first time: copy it, or note that there was none."""
+    """Copy a file before it is changed for the first time, or note that there was none."""
     note = folder / f"file.{zlib.crc32(path.encode())}.path"
     try:
         os.close(os.open(note, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:
-        for _ in range(1000):  # another rank copies it: this one must not change it meanwhile
+        for _ in range(1000):  # while another rank copies the file, this one must not change it
             if note.stat().st_size:
                 break
             time.sleep(0.01)
@@ -212,14 +218,17 @@ class WatchedText(io.TextIOWrapper):
 
 
 class FileWatcher:
-    """An audit hook, which Python calls before it opens, renames or removes a file."""
+    """Notes which files a rank changes, by an audit hook.
+
+    Python calls the hook before it opens, renames or removes a file.
+    """
 
     def __init__(self, run: RankRun) -> None:
         self.run, self.folder = run, Path(run.settings.folder)
         self.inside = threading.local()  # the thread that writes the record opens files, too
 
     def watch_text(self, text: io.TextIOWrapper, newline: str | None) -> io.TextIOWrapper:
-        """The same open file, which notes what is written to it."""
+        """Return an open text file as one that notes what is written to it."""
         path, mode = os.path.realpath(os.fsdecode(text.name)), text.mode
         encoding, errors, buffering = text.encoding, text.errors, text.line_buffering
         watched = WatchedText(text.detach(), encoding, errors, newline, buffering)
@@ -236,11 +245,11 @@ class FileWatcher:
     def is_ignored(self, path: str) -> bool:
         if any(part in path for part in IGNORED_PARTS) or path.startswith(str(self.folder)):
             return True
-        # What lies where the script runs is its own, be that in /tmp.
+        # A file in the folder where the script runs is its own, even if that folder is in /tmp.
         return path.startswith(IGNORED_FOLDERS) and not path.startswith(f"{os.getcwd()}/")
 
     def note_change(self, file: Any, mode: str | None = None) -> None:
-        """mode: as for open(); None: the file is renamed or removed."""
+        """Copy a file that is about to change. mode: as for open(), or None to rename or remove."""
         path = os.path.realpath(os.fsdecode(file))
         if self.is_ignored(path):
             return
@@ -279,7 +288,7 @@ class FileWatcher:
 
 
 def in_folder(path: Any, descriptor: int) -> Any:
-    """shutil.rmtree names files relative to an open folder."""
+    """Complete a path that is relative to an open folder, as shutil.rmtree gives it."""
     folder = os.readlink(f"/proc/self/fd/{descriptor}") if descriptor >= 0 else ""
     return os.path.join(folder, os.fsdecode(path))
 
@@ -296,7 +305,7 @@ def watch_files(run: RankRun) -> FileWatcher:
                 tell(os.path.realpath(f), lambda file: original(obj, file, *args, **kwargs))
         original(obj, f, *args, **kwargs)
 
-    # Ranks that meet in a file, which stays: the next run would find the addresses of this one.
+    # The file in which ranks find each other stays: the next run would find the old addresses.
     @wrap(sys.modules["torch.distributed.rendezvous"], "FileStore")
     def meet(original: Callable, path: str, *args: Any) -> Any:
         keep_copy(os.path.realpath(path), watcher.folder)
@@ -323,8 +332,8 @@ class PrintWatcher:
     def __init__(self, run: RankRun) -> None:
         self.run = run
         self.terminal = (sys.stdout, sys.stderr)
-        self.last_logged: logging.LogRecord | None = None  # several handlers get the same
-        self.noted_logged = False  # and it was written down
+        self.last_logged: logging.LogRecord | None = None  # several handlers get the same one
+        self.noted_logged = False  # was last_logged written down?
         self.inside = threading.local()  # print and logging write to the terminal, too
 
     def note(self, text: str, on_terminal: bool, outside: str = "") -> bool:
@@ -367,7 +376,7 @@ class PrintWatcher:
             return self.call_inside(original, handler, record)
 
     def watch_writes(self) -> None:
-        """To stdout; what goes back to the begin of the line is a progress bar."""
+        """Watch what is written to stdout, except progress bars, which begin their line again."""
         with suppress(AttributeError):  # not every stream lets its methods be replaced
 
             @wrap(sys.stdout, "write")

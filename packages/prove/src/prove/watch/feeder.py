@@ -1,7 +1,7 @@
 """Does one rank compute the same? In a replay, it gets the samples and the draws of all ranks.
 
 The orders in which it can get them are the modes in rank_record.py. A control run is a replay, too:
-all ranks run again, and each gets its own.
+all ranks run again, and each is fed its own samples and draws.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,7 @@ from prove.rank_record import (
     read_records,
     tensors_file,
 )
-from prove.watch.draws import Draws
-from prove.watch.model_tensors import parameters_of, tensors_of
-from prove.watch.rank_run import RankRun, where, wrap
-from prove.watch.samples import (
+from prove.watch.batches import (
     RecordedBatch,
     are_same,
     as_double,
@@ -37,27 +34,30 @@ from prove.watch.samples import (
     owners_of_rows,
     tensors_in,
 )
+from prove.watch.draws import Draws
+from prove.watch.model_tensors import parameters_of, tensors_of
+from prove.watch.rank_run import RankRun, where, wrap
 
-NO_LOADER = -1  # for the number of a pass over a loader
+NO_LOADER = -1  # stands for the number of a pass, where there is no loader
 DROPOUTS = ["dropout", "dropout1d", "dropout2d", "dropout3d"]
 DROPOUTS += ["alpha_dropout", "feature_alpha_dropout"]
 
 
 def normalize_by_rank(layer: Any, forward: Callable, rows: Tensor, owners: list[Tensor]) -> Tensor:
-    """BatchNorm over the rows of each rank. Its running statistics become those of rank 0."""
-    normalized, of_rank_0 = [], {}
+    """Apply BatchNorm to the rows of each rank; keep the running statistics that rank 0 gets."""
+    normalized, rank_0_buffers = [], {}
     groups = [group for group in owners if len(group)]
     for group in groups:
         normalized.append(forward(layer, rows[group]))
-        if not of_rank_0:
-            of_rank_0 = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+        if not rank_0_buffers:
+            rank_0_buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     for name, buffer in layer.named_buffers():
-        buffer.data.copy_(of_rank_0[name])  # .data: autograd need not know
+        buffer.data.copy_(rank_0_buffers[name])  # .data: autograd need not know
     return torch.cat(normalized)[torch.argsort(torch.cat(groups))]
 
 
 def without_places(draws: dict[DrawKey, Draw]) -> dict[DrawKey, Draw]:
-    """For a script that has other lines: only the order of the draws of a batch is left."""
+    """Name draws by their order in a batch alone, for a script that has other lines."""
     numbers: dict[tuple, int] = {}
     renamed = {}
     for key, draw in draws.items():
@@ -68,8 +68,7 @@ def without_places(draws: dict[DrawKey, Draw]) -> dict[DrawKey, Draw]:
 
 
 def passes_of_rank_0_alone(records: list[RankRecord]) -> list[int]:
-    """Numbers of its kept passes that the others do not make: it only looks at a batch, to draw it
-    or to print its shape."""
+    """Number the kept passes that only rank 0 makes, to draw a batch or to print its shape."""
     kept = [
         [own for own in record.loader_passes if own.replay_number is not None] for record in records
     ]
@@ -83,7 +82,7 @@ def passes_of_rank_0_alone(records: list[RankRecord]) -> list[int]:
 
 
 def with_a_pass_before(draws: dict[DrawKey, Draw], number: int) -> dict[DrawKey, Draw]:
-    """The draws of a rank, whose passes from this number on come one later."""
+    """Renumber the draws of a rank whose passes from this number on come one later."""
     return {
         key._replace(batch=(key.batch[0] + (key.batch[0] >= number), key.batch[1])): draw
         for key, draw in draws.items()
@@ -91,22 +90,22 @@ def with_a_pass_before(draws: dict[DrawKey, Draw], number: int) -> dict[DrawKey,
 
 
 def size_of(call: tuple) -> int:
-    """The samples in what goes into DDP."""
+    """How many samples are in the arguments of one call of a model."""
     tensors = tensors_in(list(call))
     return len(tensors[0]) if tensors and tensors[0].ndim else 1
 
 
 def batch_of_forward(number: int) -> tuple[int, int]:
-    """What stands for the pass and the batch, if there is no loader."""
+    """Name a forward as if it were a batch, where there is no loader."""
     return (NO_LOADER, number)
 
 
 class InputKeeper:
-    """In the observed run: keeps what goes into DDP, if there is no loader to keep batches of."""
+    """Keeps what goes into DDP in the observed run, if there is no loader to keep batches of."""
 
     def __init__(self, run: RankRun, draws: Draws) -> None:
         self.run, self.draws = run, draws
-        self.loop: Any = None  # sources.LoopWatcher
+        self.loop_watcher: Any = None  # a sources.LoopWatcher, if operations are watched
 
     def inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         run = self.run
@@ -117,15 +116,15 @@ class InputKeeper:
             call = copy_tensors(list(args)), copy_tensors(kwargs)
             kept.append(call)
             self.draws.begin_forward(batch_of_forward(len(kept) - 1), [size_of(call)], [])
-            if self.loop:
-                self.loop.meet_ddp(args, kwargs)
+            if self.loop_watcher:
+                self.loop_watcher.enter_ddp(args, kwargs)
         else:
             self.draws.end_batch()
         return args, kwargs
 
 
 class Feeder:
-    """In a replay: gives a rank what all ranks of the observed run got, or its own part again."""
+    """Gives a rank of a replay what all ranks of the observed run got, or its own part again."""
 
     def __init__(self, run: RankRun, draws: Draws) -> None:
         self.run, self.draws, self.world_size = run, draws, run.settings.world_size
@@ -145,26 +144,29 @@ class Feeder:
         ]
         self.in_sequence = self.mode == Mode.SEQUENCE
         self.sizes = [1]  # samples of each rank in the batch that is computed now
-        self.forwards = 0  # fed so far
-        self.loop: Any = None  # sources.LoopWatcher
+        self.forwards = 0  # how many calls of DDP were fed so far
+        self.loop_watcher: Any = None  # a sources.LoopWatcher, if operations are watched
         forced = forced_file(run.settings.folder, run.settings.variant)
         if forced.exists():
             draws.forced = torch.load(forced, weights_only=False)
 
     @cached_property
     def tensors_of_ranks(self) -> list[dict[str, Any]]:
-        """What each rank kept. A batch may be of a class of the script, which must be known by now:
-        it is unpickled here, in a process that runs the script, and never by the judges."""
+        """Read what each rank kept.
+
+        A batch may be of a class of the script, so it is unpickled here, in a process that runs the
+        script and knows this class by now, and never by the judges.
+        """
         folder = self.run.settings.folder
         files = [tensors_file(folder, Mode.OBSERVE, rank) for rank in range(self.world_size)]
         kept = [torch.load(file, weights_only=False) for file in files]
         if self.mode == Mode.ORIGINAL:
-            for of_rank in kept:
-                of_rank["draws"] = without_places(of_rank["draws"])
+            for own in kept:
+                own["draws"] = without_places(own["draws"])
         for number in self.only_on_rank_0:
-            for of_rank in kept[1:]:
-                of_rank["batches"].insert(number, [])
-                of_rank["draws"] = with_a_pass_before(of_rank["draws"], number)
+            for own in kept[1:]:
+                own["batches"].insert(number, [])
+                own["draws"] = with_a_pass_before(own["draws"], number)
         return kept
 
     @property
@@ -173,8 +175,7 @@ class Feeder:
         return self.run.record.rank if self.mode == Mode.CONTROL else 0
 
     def groups(self, number: int = NO_LOADER) -> list[list[int]]:
-        """The ranks whose samples make one batch of a pass, in the order in which the batches are
-        given."""
+        """Group the ranks whose samples become one batch, in the order in which these are given."""
         if number in self.only_on_rank_0:
             return [[0]]
         if self.mode == Mode.CONTROL:
@@ -194,7 +195,7 @@ class Feeder:
 
     @property
     def passes(self) -> int:
-        """Over loaders, with gradients."""
+        """How many passes over loaders were kept: those with gradients."""
         return len(self.tensors_of_ranks[0]["batches"])
 
     def is_made_here(self, number: int) -> bool:
@@ -202,28 +203,31 @@ class Feeder:
         return self.own_rank == 0 or number not in self.only_on_rank_0
 
     def positions(self, number: int) -> int:
-        """How many batches each rank had in a pass."""
+        """How many batches every rank had in a pass."""
         ranks = [0] if number in self.only_on_rank_0 else range(self.world_size)
         return min(len(self.tensors_of_ranks[rank]["batches"][number]) for rank in ranks)
 
     def batch(
         self, number: int, position: int, ranks: list[int], collate: Callable | None
     ) -> tuple[Any, list[dict]]:
-        """A batch of these ranks in a pass, and what they drew in it."""
+        """Merge the batches that these ranks had at one position; return also what they drew."""
         kept = [self.tensors_of_ranks[rank] for rank in ranks]
-        of_ranks: list[RecordedBatch] = [own["batches"][number][position] for own in kept]
-        batch = self.cast(merge_by_collate(collate, of_ranks))
-        self.sizes = [recorded.size for recorded in of_ranks]
+        batches: list[RecordedBatch] = [own["batches"][number][position] for own in kept]
+        batch = self.cast(merge_by_collate(collate, batches))
+        self.sizes = [recorded.size for recorded in batches]
         return batch, [own["draws"] for own in kept]
 
     def restore_generators(self, number: int) -> None:
-        """After a pass, they are where they were: one rank has drawn other numbers of them."""
+        """Set the generators to their states after this pass in the observed run.
+
+        One rank has drawn other numbers meanwhile.
+        """
         states = self.tensors_of_ranks[self.own_rank].get("states_after", {})
         if number in states and self.mode != Mode.ORIGINAL:
             random_state.set_all_states(states[number])
 
     def inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """What goes into DDP, if the script has no loader."""
+        """Replace what goes into DDP by what all ranks gave to it, if the script has no loader."""
         calls = self.tensors_of_ranks[0].get("forwards")
         if not calls:
             return args, kwargs
@@ -237,12 +241,12 @@ class Feeder:
             self.tensors_of_ranks[rank]["forwards"][number // len(groups)] for rank in ranks
         ]
         if all(are_same(call, calls_of_ranks[0]) for call in calls_of_ranks):
-            calls_of_ranks = calls_of_ranks[:1]  # such as a graph
+            calls_of_ranks = calls_of_ranks[:1]  # all ranks may give the same, such as a graph
         self.sizes = [*map(size_of, calls_of_ranks)]
-        sources = [self.tensors_of_ranks[rank]["draws"] for rank in ranks]
+        draws = [self.tensors_of_ranks[rank]["draws"] for rank in ranks]
         batch = batch_of_forward(number // len(groups))
-        self.draws.begin_forward(batch, self.sizes, sources)
-        if self.loop and self.loop.meet_ddp(args, kwargs):
+        self.draws.begin_forward(batch, self.sizes, draws)
+        if self.loop_watcher and self.loop_watcher.enter_ddp(args, kwargs):
             return args, kwargs
         args, kwargs = merge_batches(calls_of_ranks, self.sizes)
         return self.cast(args), self.cast(kwargs)
@@ -272,7 +276,7 @@ class Feeder:
                     copy_into(p, observed)
 
     def use_recorded_schedule(self, optimizer: Any, number: int, step: int) -> None:
-        """The recorded learning rates, for this step only: the script's own ones are compared."""
+        """Use the recorded learning rates in this step only: the script's own are compared."""
         recorded = self.tensors_of_ranks[self.own_rank]["schedule_settings"].get(number, [])
         if step < len(recorded):
             for group, observed in zip(optimizer.param_groups, recorded[step], strict=False):
@@ -280,7 +284,7 @@ class Feeder:
 
 
 def copy_into(tensor: Tensor, value: Tensor) -> None:
-    """In place; what is divided between ranks takes its part."""
+    """Copy a value into a tensor in place; a tensor divided between ranks takes its part."""
     if hasattr(tensor, "full_tensor"):
         from torch.distributed.tensor import distribute_tensor
 
@@ -289,7 +293,10 @@ def copy_into(tensor: Tensor, value: Tensor) -> None:
 
 
 def watch_dropout(run: RankRun) -> None:
-    """Where it draws, and from which state: do all ranks drop the same? Its masks are draws."""
+    """Note where dropout draws and from which state: do all ranks drop the same?
+
+    Its masks are recorded as any other draw.
+    """
 
     def note() -> None:
         if run.joined:
@@ -325,7 +332,7 @@ def watch_batchnorm(run: RankRun, feeder: Feeder | None) -> None:
     def forward(original: Callable, self: Any, rows: Tensor) -> Tensor:
         fewest = run.record.batchnorm
         if self.training and not run.replaying and torch.is_grad_enabled():
-            layer, values = type(self).__name__, rows.numel() // rows.shape[1]  # of each channel
+            layer, values = type(self).__name__, rows.numel() // rows.shape[1]  # per channel
             fewest[layer] = min(fewest.get(layer, values), values)
         if feeder is None or not (self.training and feeder.normalizes_by_rank):
             return original(self, rows)

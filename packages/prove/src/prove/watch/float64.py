@@ -20,12 +20,12 @@ def compute_in_float64() -> None:
     @wrap(Tensor, "float")
     def double(original: Callable, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         caller = next(file for file, *_ in callers() if os.path.dirname(file) not in OWN_FOLDERS)
-        by_torch = "/torch/amp/" in caller  # GradScaler needs what it asks for
+        by_torch = "/torch/amp/" in caller  # GradScaler needs the float32 that it asks for
         return original(tensor, *args, **kwargs) if by_torch else tensor.double()
 
     @wrap(nn.Module, "to")
     def to(original: Callable, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """A model never becomes smaller: making it float64 again would lose hooks of its own."""
+        """Keep a model in float64: a way there and back would lose the hooks of its parameters."""
         kwargs = {name: widest(value) for name, value in kwargs.items()}
         return original(module, *map(widest, args), **kwargs)
 
@@ -35,7 +35,7 @@ def compute_in_float64() -> None:
 
 
 def widen(module: nn.Module) -> nn.Module:
-    """In place, also what is complex: nn.Module.double leaves that as it is."""
+    """Widen a module in place, also its complex tensors, which nn.Module.double leaves alone."""
     return module._apply(widened)
 
 
@@ -46,7 +46,7 @@ def widest(value: Any) -> Any:
 
 
 def make_double(module: nn.Module) -> None:
-    """A model that came from a file, in float32; before DDP, the script may not have wrapped it."""
+    """Widen a model that has come from a file in float32."""
     tensors = [*module.parameters(), *module.buffers()]
     if any(hasattr(tensor, "full_tensor") for tensor in tensors):
         return
@@ -57,8 +57,11 @@ def make_double(module: nn.Module) -> None:
 
 
 def accumulator_is_held(p: Tensor) -> bool:
-    """Does anybody hold the node that adds to p.grad? Megatron hangs its averaging on it, and torch
-    makes a new one, without that hook, when p gets another dtype."""
+    """Does anybody hold the autograd node that adds to p.grad?
+
+    Megatron hangs its averaging on this node, and torch makes a new one, without that hook, when p
+    gets another dtype.
+    """
 
     def metadata() -> Any:
         node: Any = p.view_as(p).grad_fn
@@ -67,12 +70,12 @@ def accumulator_is_held(p: Tensor) -> bool:
     with torch.enable_grad():
         if not p.requires_grad or not p.is_leaf:
             return False
-        metadata()["prove"] = True  # it goes with its node, unless that stays alive
+        metadata()["prove"] = True  # it is gone with its node, unless somebody holds that
         return "prove" in metadata()
 
 
 def watch_sharding() -> None:
-    """fully_shard divides float64 parameters, and nothing makes them smaller."""
+    """Let fully_shard divide float64 parameters, and let no policy make them smaller."""
     import torch.distributed.fsdp as fsdp
 
     @wrap_everywhere(fsdp, "fully_shard")

@@ -20,7 +20,7 @@ CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 
 
 def watch_scaling(run: RankRun) -> None:
-    """By a GradScaler, and the clipping of gradients that are still scaled."""
+    """Watch the scaling of a loss by a GradScaler, and the clipping of gradients still scaled."""
     unscaled = False
 
     @wrap(torch.amp.GradScaler, "scale")

@@ -1,4 +1,4 @@
-"""What does the model of a rank compute? Its modules, its forward passes, and DDP are watched."""
+"""What does the model of a rank compute? Watch its modules, its forward passes, and DDP."""
 
 import weakref
 from collections import Counter
@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from prove.comparable import full_tensor
 from prove.rank_record import DDPRecord, EvaluatedModule, ModelCall, Note, Projection
 from prove.watch import steps
+from prove.watch.batches import batch_size_of, checksum, copy_tensors, tensors_in
 from prove.watch.draws import Draws
 from prove.watch.feeder import Feeder, InputKeeper
 from prove.watch.float64 import make_double, widen
@@ -32,7 +33,6 @@ from prove.watch.model_tensors import (
 )
 from prove.watch.outputs import OutputWatcher
 from prove.watch.rank_run import RankRun, where, wrap
-from prove.watch.samples import batch_size_of, checksum, copy_tensors, tensors_in
 from prove.watch.steps import MOST_STEPS, FunctionalParameters, StepWatcher
 
 MOST_CALLS = 64
@@ -40,24 +40,25 @@ MOST_EVALUATED = 32
 
 
 class ModelWatcher:
-    """The modules and DDP models of this rank, in the order of their making."""
+    """Knows the modules and DDP models of this rank, and writes down what they hold."""
 
     def __init__(self, run: RankRun, steps: StepWatcher) -> None:
         self.run, self.steps = run, steps
         self.draws, self.feeder = steps.draws, steps.feeder
-        self.modules: list[weakref.ref] = []  # all that the script has made, in this order
+        self.modules: list[weakref.ref] = []  # all that the script has made, the oldest first
         self.ddps: list[DistributedDataParallel] = []
         self.called_in_training: list[nn.Module] = []
         self.backwards = 0
-        self.parameters: dict[str, nn.Parameter] = {}  # of these, by their keys
-        self.averaged: set[int] = set()  # the ids of parameters that needed a gradient for a DDP
-        self.loop: Any = None  # sources.LoopWatcher
+        self.parameters: dict[str, nn.Parameter] = {}  # of called_in_training, by their keys
+        self.averaged: set[int] = set()  # ids of parameters that a DDP was made to average
+        self.loop_watcher: Any = None  # a sources.LoopWatcher, if operations are watched
+        # By module: its name, and after how many steps it was last written down.
         self.evaluated: weakref.WeakKeyDictionary[nn.Module, tuple[str, int]] = (
-            weakref.WeakKeyDictionary()  # their names, and the steps before they were written down
+            weakref.WeakKeyDictionary()
         )
 
     def keep_start(self) -> None:
-        """At the first batch or forward: keep the weights of the start, or set them."""
+        """Keep the weights of the start at the first batch or forward; in a replay, set them."""
         run, steps = self.run, self.steps
         has_model = steps.optimizers or self.ddps or self.called_in_training
         if not has_model or "start" in run.tensors or not (run.joined or run.replaying):
@@ -75,7 +76,7 @@ class ModelWatcher:
         }
 
     def root_modules(self) -> dict[str, nn.Module]:
-        """All modules that are no part of another, whatever wraps them, by class and number."""
+        """List the modules that are part of no other one but a DDP, by class and number."""
         alive = [module for reference in self.modules if (module := reference()) is not None]
         plain = [module for module in alive if not isinstance(module, DistributedDataParallel)]
         parts = {id(part) for module in plain for part in module.children()}
@@ -90,8 +91,10 @@ class ModelWatcher:
         return roots
 
     def name_parameters(self, module: nn.Module) -> None:
-        """The keys say in which module of the script a parameter is: other ranks may call another
-        part of it."""
+        """Give the parameters of a module keys that say in which module of the script they are.
+
+        Other ranks may call another part of that module.
+        """
         called = {id(p) for p in module.parameters() if not is_lazy(p)}
         known = {id(p) for p in self.parameters.values()}
         for root, whole in self.root_modules().items():
@@ -110,13 +113,13 @@ class ModelWatcher:
         )
 
     def note_weights(self) -> None:
-        """Between two batches, a step is over, whoever has made or completed it."""
+        """Write down all weights between two batches, when a step is over, whoever has made it."""
         noted, steps = self.run.record.weights, self.run.record.steps
         if len(noted) <= MOST_STEPS and steps not in noted and self.parameters:
             noted[steps] = {key: project(p) for key, p in self.parameters.items()}
 
     def note_received_weights(self) -> None:
-        """A parameter server: rank 0 makes the step, and sends the others its weights."""
+        """Count a step where rank 0 alone steps and sends its weights: a parameter server."""
         record = self.run.record
         if not self.run.joined or any(optimizer.steps for optimizer in record.optimizers):
             return
@@ -137,7 +140,7 @@ class ModelWatcher:
         self.run.record.not_comparable = sorted(not_comparable)
 
     def write_names(self) -> None:
-        """Of the parameters that each optimizer holds, and which of them DDP does not hold."""
+        """Write the names of each optimizer's parameters, and which of them DDP does not hold."""
         names: dict[int, str] = {}
         for module in [*(ddp.module for ddp in self.ddps), *self.called_in_training]:
             for name, p in module.named_parameters():
@@ -153,7 +156,7 @@ class ModelWatcher:
             record.outside_ddp = [number for number, p in numbered if id(p) not in in_ddp]
 
     def moved_parameters(self) -> set[str]:
-        """The keys of those that have changed, whoever has changed them."""
+        """The keys of parameters that have changed, whoever has changed them."""
         first: dict[str, Projection] = {}
         for held in self.run.record.weights.values():
             first = held | first
@@ -161,7 +164,7 @@ class ModelWatcher:
         return {key for key, weights in noted if weights != first[key]}
 
     def write_parameters_of_ddp(self) -> None:
-        """Which of them no optimizer holds, and which never got a gradient."""
+        """Write which parameters of DDP no optimizer holds, and which never got a gradient."""
         held, had_gradient = self.steps.held_parameters(), self.steps.had_gradient
         keys, moved = {id(p): key for key, p in self.parameters.items()}, self.moved_parameters()
         for ddp, record in zip(self.ddps, self.run.record.ddps, strict=True):
@@ -183,26 +186,26 @@ class ModelWatcher:
             ]
             record.without_gradient = [
                 name for name, p in trained.items() if p in self.averaged and p not in had_gradient
-            ]  # of another one, nobody knows
+            ]  # gradients of the others are not watched
             record.buffers_at_end = project_buffers(ddp.module)
 
     def write_buffers_outside_ddp(self) -> None:
-        """Of modules that stand alone; not where each rank trains a model of its own."""
+        """Write the buffers of modules outside DDP, unless they are divided between the ranks."""
         in_ddp = {id(part) for ddp in self.ddps for part in ddp.modules()}
         for name, module in self.root_modules().items():
             if id(module) not in in_ddp and not is_divided(module):
                 self.run.record.buffers_outside_ddp[name] = project_buffers(module)
 
     def note_call(self, module: nn.Module, inputs: tuple) -> None:
-        """The script itself calls a module."""
+        """Write down that the script itself calls a module."""
         run, ddp = self.run, None
         if any(is_functorch_wrapped_tensor(p) or is_lazy(p) for p in module.parameters()):
-            return  # in torch.func, it only computes, with tensors of somebody else; or it is made
+            return  # torch.func gives it other tensors to compute with; a lazy one has none yet
         self.note_evaluated(module)
         for number, wrapper in enumerate(self.ddps):
             if any(part is module for part in wrapper.modules()):
                 ddp = run.record.ddps[number]
-                if module is not wrapper:  # whose forward first gives all ranks those of rank 0
+                if module is not wrapper:  # DDP's forward notes them after it has sent rank 0's
                     self.note_buffers(wrapper)
                 break
         trains = module.training and torch.is_grad_enabled()
@@ -232,15 +235,15 @@ class ModelWatcher:
         self.note_weights()
 
     def note_buffers(self, ddp: DistributedDataParallel) -> None:
-        """With which buffers does this rank evaluate?"""
+        """Write down with which buffers this rank evaluates."""
         record = self.run.record.ddps[self.ddps.index(ddp)]
         if not ddp.module.training and self.run.record.steps and not record.buffers_at_evaluation:
             record.buffers_at_evaluation = project_buffers(ddp.module)
 
     def note_evaluated(self, module: nn.Module) -> None:
-        """What a module holds that is called without being trained: averaged models, teachers.
+        """Write down what a module holds that is called untrained: an averaged model, a teacher.
 
-        Written down after step 1, 2, 4, ..., because a copy may be the same until it is updated.
+        It does so after step 1, 2, 4, ..., because a copy may be the same until it is updated.
         """
         steps, evaluated = self.run.record.steps, self.run.record.evaluated
         if not steps or (module.training and torch.is_grad_enabled()):
@@ -267,13 +270,13 @@ class ModelWatcher:
 
 
 def watch_ddp(run: RankRun, model: ModelWatcher, source: Feeder | InputKeeper) -> None:
-    """source: what it gives goes into DDP, in the place of what the script has given."""
+    """Watch DDP, and let what `source` gives go into it in place of what the script has given."""
 
     @wrap(DistributedDataParallel, "__init__")
     def init(original: Callable, self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if run.settings.float64:
             widen(module)
-        with model.loop.paused() if model.loop else nullcontext():
+        with model.loop_watcher.paused() if model.loop_watcher else nullcontext():
             original(self, module, *args, **kwargs)
         model.ddps.append(self)
         model.averaged |= {id(p) for p in module.parameters() if p.requires_grad}
@@ -315,8 +318,8 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
                     make_double(module)
                 model.note_call(module, inputs)
                 layers.enter(module)
-                if model.loop and not isinstance(module, DistributedDataParallel):
-                    inputs_of_all = model.loop.enter_module(module, inputs)
+                if model.loop_watcher and not isinstance(module, DistributedDataParallel):
+                    inputs_of_all = model.loop_watcher.enter_module(module, inputs)
         if not inside:
             model.draws.enter_model()
         inside.append(module)
@@ -329,8 +332,8 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
             layers.leave(module, outputs)
         if not inside:
             model.draws.leave_model()
-            if model.loop:
-                model.loop.leave_module(inputs, outputs)
+            if model.loop_watcher:
+                model.loop_watcher.leave_module(inputs, outputs)
 
     register_module_forward_pre_hook(enter_module)  # type: ignore[arg-type]
     register_module_forward_hook(leave_module, always_call=True)
@@ -341,11 +344,11 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
             model.modules.append(weakref.ref(self))
 
     wrap(nn.Module, "__init__")(note_module)
-    wrap(nn.Module, "__setstate__")(note_module)  # of a copy
+    wrap(nn.Module, "__setstate__")(note_module)  # called when a module is copied
 
 
 def watch_functional_calls(run: RankRun, model: ModelWatcher) -> None:
-    """torch.func.functional_call, and what came before it, end in this function."""
+    """Watch the function in which torch.func.functional_call and its predecessors end."""
 
     @wrap(nn.utils.stateless, "_functional_call")
     def call(original: Callable, module: nn.Module, tensors: Any, *args: Any, **more: Any) -> Any:
@@ -367,7 +370,7 @@ def watch_functional_calls(run: RankRun, model: ModelWatcher) -> None:
 
 
 def unwrapped(tensor: Any) -> Any:
-    """Without what torch.func puts around it."""
+    """Take away what torch.func puts around a tensor."""
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor

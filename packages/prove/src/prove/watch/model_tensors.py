@@ -1,7 +1,7 @@
-"""The tensors of models and optimizers: whole, by name, and written down as two numbers.
+"""Read the tensors of models and optimizers: whole, by name, or written down as two numbers.
 
-The numbers are `project`: the product of a tensor with a fixed vector, and its norm. The first is
-linear, so the mean over ranks can be checked without sending a gradient anywhere.
+`project` makes these numbers: the product of a tensor with a fixed vector, and its norm. The first
+is linear, so the mean over ranks can be checked without sending a gradient anywhere.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from prove.comparable import NotComparableError, comparable, full_tensor
 from prove.rank_record import Projection
-from prove.watch.samples import copy_tensors
+from prove.watch.batches import copy_tensors
 
 not_comparable: set[str] = set()  # the kinds of tensors for which there is no projection
 
@@ -31,7 +31,10 @@ def full_copies(tensors: list) -> list:
 
 
 def is_divided(module: nn.Module) -> bool:
-    """By tensor parallelism, or by the older FSDP. What fully_shard divides can be put together."""
+    """Is a module divided between the ranks by tensor parallelism or by the older FSDP?
+
+    What fully_shard divides does not count, because it can be put together.
+    """
     classes = {base.__name__ for part in module.modules() for base in type(part).__mro__}
     divided = [p for p in module.parameters() if hasattr(p, "full_tensor")]
     if "FullyShardedDataParallel" in classes:
@@ -55,7 +58,7 @@ def project_buffers(module: nn.Module) -> dict[str, Projection]:
 
 
 def without_wrappers(name: str) -> str:
-    """Without the parts that wrappers add to a name."""
+    """Remove the parts that wrappers add to a name."""
     return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
 
 
@@ -85,7 +88,7 @@ def schedule_settings(optimizer: Any) -> list[dict]:
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers that have values, by names without those of wrappers."""
+    """Yield the parameters and buffers that have values, with names that no wrapper changes."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if not is_lazy(tensor):
             yield without_wrappers(name), tensor

@@ -28,8 +28,10 @@ from prove.watch.rank_run import RankRun, wrap
 
 
 def seed_of(settings: Settings) -> int:
-    """What the script's generators begin with: anything, but in a replay what they began with in
-    the observed run, of this rank or of rank 0."""
+    """Choose what the script's generators begin with.
+
+    A replay takes what they began with in the observed run on this rank, or on rank 0.
+    """
     rank = int(os.environ.get("RANK", 0)) if settings.mode == Mode.CONTROL else 0
     if settings.mode not in (Mode.OBSERVE, Mode.BARE):
         observed = read_records(settings.folder, Mode.OBSERVE)
@@ -38,7 +40,7 @@ def seed_of(settings: Settings) -> int:
 
 
 def install() -> RankRun:
-    """Called once in each process of the user's, after `import torch`."""
+    """Put all watchers in place, once in each process of the user's, after `import torch`."""
     run = RankRun(Settings(**json.loads(os.environ["PROVE"])))
     settings = run.settings
     run.record.seed = seed_of(settings)
@@ -67,7 +69,7 @@ def install() -> RankRun:
         if settings.watches_operations:
             steps = model_watcher.steps
             operations.install(draws, steps.by_hand, steps.begin_step_by_hand)
-            model_watcher.loop = sources.install(run, draws, steps, source)
+            model_watcher.loop_watcher = sources.install(run, draws, steps, source)
     atexit.register(run.write, Ended.AT_ITS_END)
 
     @wrap(sys, "excepthook")

@@ -25,7 +25,7 @@ class OptimizerByHand:
 
     def __init__(self) -> None:
         self.param_groups: list[dict] = [{"params": [], "lr": 0.0}]
-        self.addresses: list[int] = []  # of its parameters
+        self.addresses: list[int] = []  # where its parameters lie in memory
 
     def hold(self, parameter: Tensor) -> None:
         if not any(parameter is known for known in self.param_groups[0]["params"]):
@@ -35,11 +35,11 @@ class OptimizerByHand:
     def holds(self, tensor: Any) -> bool:
         if type(tensor) not in (Tensor, nn.Parameter) and not hasattr(tensor, "to_local"):
             return False
-        has_memory = not is_functorch_wrapped_tensor(tensor)  # else a tensor of torch.func
+        has_memory = not is_functorch_wrapped_tensor(tensor)  # torch.func's wrappers have none
         return has_memory and address_of(tensor) in self.addresses
 
     def exchanged(self) -> bool:
-        """`p.data = new`: no operation writes, but the parameter lies elsewhere."""
+        """Does a parameter lie elsewhere now? After `p.data = new` it does, though nobody wrote."""
         before, parameters = self.addresses, self.param_groups[0]["params"]
         self.addresses = [address_of(parameter) for parameter in parameters]
         return self.addresses != before
@@ -71,5 +71,5 @@ class OperationWatcher(TorchDispatchMode):
 
 
 def install(draws: Draws, by_hand: OptimizerByHand, step_begins: Callable[[], None]) -> None:
-    """step_begins: called before the script itself writes to a parameter."""
+    """Watch every operation; call `step_begins` before the script itself writes to a parameter."""
     OperationWatcher(draws, by_hand, step_begins).__enter__()

@@ -9,9 +9,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from prove.comparable import NotComparableError, comparable
 from prove.rank_record import LayerOutput
+from prove.watch.batches import tensors_in
 from prove.watch.model_tensors import projection_vector, without_wrappers
 from prove.watch.rank_run import RankRun, is_loading
-from prove.watch.samples import tensors_in
 
 MOST_OUTPUTS = 2000
 
@@ -19,7 +19,7 @@ MOST_OUTPUTS = 2000
 class OutputWatcher:
     def __init__(self, run: RankRun) -> None:
         self.run = run
-        self.names: dict[int, str] = {}  # of the layers of the module that is called, by id
+        self.names: dict[int, str] = {}  # layers of the module that is called now, by id
 
     def is_wanted(self) -> bool:
         record = self.run.record
@@ -31,8 +31,11 @@ class OutputWatcher:
         )
 
     def enter(self, root: nn.Module) -> None:
-        """The script calls this module. A transform of the data is no layer of the model, though
-        torchvision's are modules: one rank gets what they made, and never calls them."""
+        """Note the layers of a module that the script calls.
+
+        A transform of the data is no model, though torchvision's are modules: one rank gets what
+        they made, and never calls them.
+        """
         if self.is_wanted() and root.training and not is_loading(inspect.currentframe()):
             self.names = {id(part): without_wrappers(name) for name, part in root.named_modules()}
 

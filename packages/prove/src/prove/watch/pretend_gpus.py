@@ -1,4 +1,4 @@
-"""--cpu: a script written for GPUs runs on a laptop. CUDA calls become CPU calls, and nccl gloo."""
+"""Run a script written for GPUs on a laptop (--cpu): CUDA calls become CPU calls, and nccl gloo."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -97,12 +97,15 @@ def is_gpu(device: Any) -> bool:
 
 
 class GpuGenerator:
-    """What the GPU draws from. It is the CPU's generator, until the script seeds the GPU alone:
-    then models, and what names a GPU, draw from a state of their own, as on a GPU."""
+    """Stands in for the generator of the GPU.
+
+    It is the CPU's generator, until the script seeds the GPU alone. From then on, models and calls
+    that name a GPU draw from a state of their own, as on a real one.
+    """
 
     def __init__(self) -> None:
         self.state: Tensor | None = None
-        self.running: list[torch.nn.Module] = []  # in forward, where it takes the CPU's place
+        self.running: list[torch.nn.Module] = []  # the module whose forward draws from it now
 
     def seed_alone(self, number: int) -> None:
         if self.state is None:
@@ -113,8 +116,8 @@ class GpuGenerator:
 
     def exchange(self) -> None:
         if self.state is not None:
-            of_other, self.state = self.state, torch.get_rng_state()
-            torch.set_rng_state(of_other)
+            other_state, self.state = self.state, torch.get_rng_state()
+            torch.set_rng_state(other_state)
 
     def begin_forward(self, module: torch.nn.Module, args: Any) -> None:
         recomputes = torch._C._current_graph_task_id() != -1  # a checkpoint has put the state back
@@ -170,7 +173,7 @@ def set_rng_state_all(states: Iterable[Tensor]) -> None:
 
 
 def install(gpus: int) -> None:
-    """From now on, torch sees so many GPUs, and uses the CPU in their place."""
+    """Let torch see so many GPUs from now on, and use the CPU in their place."""
     answers = [(owner, name, answer) for owners, answer, names in ANSWERS
                for owner in owners for name in names]  # fmt: skip
     answers += [(owner, "device_count", gpus) for owner in BOTH]

@@ -1,6 +1,6 @@
-"""Random numbers that random and numpy draw: their functions and generators are replaced.
+"""Which random numbers do random and numpy draw? Replace their functions and generators.
 
-operations.py sees those that torch draws; draws.py records both.
+operations.py sees the numbers that torch draws; draws.py records both.
 """
 
 import random
@@ -33,7 +33,7 @@ def install(run: RankRun) -> Draws:
 def run_watched(
     draws: Draws, name: str, draw: Callable, args: tuple, kwargs: dict, is_own: bool = False
 ) -> Any:
-    """One call that draws numbers outside of torch. is_own: by a generator of the script's."""
+    """Make one call that draws outside of torch; is_own: from a generator of the script's."""
     if not draws.active:
         if is_own:
             draws.note_between()
@@ -46,7 +46,7 @@ def run_watched(
 
 
 def watch_resets(draws: Draws) -> None:
-    """To put a state back, as checkpointing does, is no draw."""
+    """Watch calls that set a state, as checkpointing does: they change it, but draw nothing."""
     places: list[tuple[Any, str]] = [(torch, "set_rng_state"), (torch, "manual_seed")]
     places += [(random, "seed"), (random, "setstate")]
     if numpy_random := random_state.numpy_random():
@@ -62,7 +62,7 @@ def watch_resets(draws: Draws) -> None:
 
 
 def stand_in_for(base: type) -> type:
-    """A class of classes: isinstance() takes what is of the base for one of theirs."""
+    """Make a metaclass whose classes pass isinstance() for every object of the base."""
 
     class StandIn(type(base)):  # type: ignore[misc]
         def __instancecheck__(cls, instance: Any) -> bool:
@@ -73,7 +73,7 @@ def stand_in_for(base: type) -> type:
 
 def watch_random(draws: Draws) -> None:
     class Random(random.Random, metaclass=stand_in_for(random.Random)):  # type: ignore[metaclass]
-        """All functions of the module come down to these two."""
+        """A generator whose two methods, to which all others come down, are watched."""
 
         def random(self) -> float:
             is_own, draw = self is not instance, super().random
@@ -100,7 +100,7 @@ def watch_numpy(draws: Draws) -> None:
                 return run_watched(draws, f"numpy.{name}", original, args, kwargs)
 
     def watching(base: type) -> type:
-        """numpy's generators are written in C: they cannot be patched, but have a subclass."""
+        """Subclass a generator of numpy's, which is written in C and cannot be patched."""
 
         class Watching(base, metaclass=stand_in_for(base)):  # type: ignore[metaclass]
             def __getattribute__(self, name: str) -> Any:

@@ -1,7 +1,7 @@
-"""The run of one rank: what it has seen so far, when that is written down, and when it is enough.
+"""Keep what was seen of one rank so far, write it down, and end the run when it is enough.
 
-observe.install() makes one in each process of the user's. All that watches adds to its record; a
-thread writes this again and again, and the process ends as soon as enough has been seen.
+observe.install() makes one RankRun in each process of the user's. Every watcher adds to its record;
+a thread writes this again and again, and the process ends as soon as enough has been seen.
 """
 
 import inspect
@@ -39,22 +39,23 @@ from prove.rank_record import (
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PACKAGE = os.path.dirname(HERE)
-OWN_FOLDERS = (HERE, PACKAGE, os.path.join(PACKAGE, "checks"))  # they run beside the script
+# Where our code lies that runs beside the script.
+OWN_FOLDERS = (HERE, PACKAGE, os.path.join(PACKAGE, "checks"))
 PATHS = sysconfig.get_paths()
 LIBRARIES = tuple({PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-LOADING_FILES = {  # we read samples, too
+LOADING_FILES = {  # a rank in one of them loads data or imports; our two files read samples, too
     inspect.getfile(torch.utils.data.DataLoader), "<frozen importlib._bootstrap>",
-    os.path.join(HERE, "data.py"), os.path.join(HERE, "samples.py"),
+    os.path.join(HERE, "data.py"), os.path.join(HERE, "batches.py"),
 }  # fmt: skip
 DDP_FILE = inspect.getfile(torch.nn.parallel.DistributedDataParallel)
-STEPS_PER_BATCH = 3  # of --batches, if there is no loader: as many as in three epochs
-SECONDS_FOR_OTHERS = 20  # to come to the end of their runs, too
+STEPS_PER_BATCH = 3  # without a loader, --batches stands for as many steps as in three epochs
+SECONDS_FOR_OTHERS = 20  # that the other ranks get to come to the end of their runs, too
 
 save_tensors = torch.save  # the user's torch.save is watched
 
 
 def wrap(owner: Any, name: str) -> Callable:
-    """A decorator: its function replaces owner.name, and gets what it replaces as an argument."""
+    """Decorate a function that replaces owner.name, and gets what it replaces as an argument."""
     original = getattr(owner, name)
 
     def put_in_place(function: Callable) -> Callable:
@@ -69,7 +70,7 @@ def wrap(owner: Any, name: str) -> Callable:
 
 
 def wrap_everywhere(module: Any, name: str) -> Callable:
-    """As wrap, also in the modules of torch.distributed that have imported the function by name."""
+    """Replace a function as wrap does, also where torch.distributed has imported it by name."""
     original = getattr(module, name)
 
     def put_in_place(function: Callable) -> Callable:
@@ -85,7 +86,7 @@ def wrap_everywhere(module: Any, name: str) -> Callable:
 
 
 def callers(frame: FrameType | None = None) -> Iterator[tuple[str, int, str]]:
-    """File, line and function of each frame on the stack, the innermost first."""
+    """Yield file, line and function of each frame on the stack, the innermost first."""
     for caller, line in traceback.walk_stack(frame or inspect.currentframe()):
         yield caller.f_code.co_filename, line, caller.f_code.co_name
 
@@ -96,12 +97,12 @@ def is_user_file(file: str) -> bool:
 
 
 def is_loading(frame: FrameType | None) -> bool:
-    """Does it wait for a batch, for the workers of a loader, or for an import?"""
+    """Does this frame wait for a batch, for the workers of a loader, or for an import?"""
     return any(file in LOADING_FILES for file, *_ in callers(frame))
 
 
 def where(frame: FrameType | None = None, outside: str = "") -> str:
-    """File and line of the innermost frame that is the user's code, in no function of this name."""
+    """Find the innermost line of the user's code, outside of functions named `outside`."""
     for file, line, function in callers(frame):
         if is_user_file(file) and function != outside:
             return f"{os.path.relpath(file)}:{line}"
@@ -124,32 +125,30 @@ class Events:
 
 
 class RankRun:
-    """The run of one rank, for all that watches it."""
+    """Holds the record of one rank, which every watcher completes, and decides when to end."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.replaying = settings.mode != Mode.OBSERVE
         self.record, self.events = RankRecord(), Events()
-        self.tensors: dict[str, Any] = {"batches": []}  # of each training pass of the first epoch
-        self.gradients: dict[int, list] = {}  # of each optimizer's first step
-        self.exchanges = 0  # calls that reach other ranks
+        self.tensors: dict[str, Any] = {"batches": []}  # what a replay needs of this rank
+        self.gradients: dict[int, list] = {}  # by optimizer, at its first step
+        self.exchanges = 0  # calls that reached other ranks
         self.joined = self.written = False
         self.in_second_epoch = False
-        self.running_modules: list[torch.nn.Module] = []  # in forward, the innermost last
-        self.current_loader_pass: LoaderPass | None = (
-            None  # over the loader that gave the last batch
-        )
-        self.at_end: list[Callable[[], None]] = []  # they complete the record and the tensors
+        self.running_modules: list[torch.nn.Module] = []  # that compute forward, the innermost last
+        self.current_loader_pass: LoaderPass | None = None  # the one that gave the last batch
+        self.at_end: list[Callable[[], None]] = []  # called to complete the record and the tensors
         self.writing = threading.Lock()
         self.begin_in_this_process()
 
     def begin_in_this_process(self) -> None:
-        """Which may be another one than that which made this object: a forked rank."""
+        """Note this process, which may be a fork of the one that made this object."""
         self.record.pid = os.getpid()
         self.main_clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
 
     def join_group(self) -> None:
-        """The process group is there: now we know which rank this is."""
+        """Note which rank this is, now that there is a process group, and begin to write."""
         if not self.joined:
             self.begin_in_this_process()
             self.record.rank, self.record.world_size = dist.get_rank(), dist.get_world_size()
@@ -167,12 +166,12 @@ class RankRun:
         return not any(loader_pass.with_gradients for loader_pass in self.record.loader_passes)
 
     def running_batchnorm(self) -> str:
-        """The class of the BatchNorm layer that this rank computes now, if it is one."""
+        """The class of the BatchNorm layer that this rank computes now, or nothing."""
         layers = [type(m).__name__ for m in self.running_modules[-1:] if isinstance(m, _BatchNorm)]
         return "".join(layers)
 
     def most_steps(self) -> int:
-        """That are seen, of all optimizers together, if there is no loader that could be cut."""
+        """How many steps a script may make that has no loader which could be cut."""
         stepping = sum(bool(optimizer.steps) for optimizer in self.record.optimizers)
         return STEPS_PER_BATCH * self.settings.batches * max(1, stepping)
 
@@ -227,7 +226,7 @@ class RankRun:
         end_process(0)
 
     def write_failure(self, error: BaseException) -> None:
-        """The record of a script that ends with an error."""
+        """Write the record of a script that ends with an error."""
         cut = not self.joined or any(
             loader_pass.batches_given >= loader_pass.limit
             for loader_pass in self.record.loader_passes

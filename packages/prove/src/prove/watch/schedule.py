@@ -16,11 +16,11 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from prove.rank_record import Metric, ScheduleRecord
 from prove.watch.rank_run import RankRun, where, wrap
 
-MOST_AHEAD = 50_000  # steps
-MOST_SECONDS = 0.5  # for them
+MOST_AHEAD = 50_000  # steps that a copy is stepped ahead
+MOST_SECONDS = 0.5  # that these steps may take
 MOST_CALLS = 1000
 REPEATED = ("CosineAnnealingWarmRestarts", "CyclicLR")  # these never end
-NO_CHANGE = 1e-12  # of the highest rate: smaller changes are none
+NO_CHANGE = 1e-12  # a change by less than this part of the highest rate is none
 
 
 class WatchedSchedule:
@@ -29,7 +29,7 @@ class WatchedSchedule:
     def __init__(self, scheduler: Any, record: ScheduleRecord) -> None:
         self.scheduler, self.record = scheduler, record
         self.rates = [rate_of(scheduler)]  # before its first step, and after each
-        self.batches: dict[int, set[int]] = {}  # of each pass over a loader, after which it stepped
+        self.batches: dict[int, set[int]] = {}  # by pass: the batches after which it stepped
 
     def note_step(self, run: RankRun) -> None:
         self.rates.append(rate_of(self.scheduler))
@@ -48,7 +48,7 @@ class WatchedSchedule:
 
 
 class ScheduleWatcher:
-    """All schedulers of this rank, in the order of their first steps."""
+    """Knows all schedulers of this rank, in the order of their first steps."""
 
     def __init__(self, run: RankRun) -> None:
         self.run = run
@@ -57,7 +57,7 @@ class ScheduleWatcher:
 
     def step(self, original: Callable, scheduler: Any, args: tuple, kwargs: dict) -> Any:
         run = self.run
-        if self.depth or run.current_loader_pass is None:  # one in another; or it is being made
+        if self.depth or run.current_loader_pass is None:  # another one steps it, or makes it
             return original(scheduler, *args, **kwargs)
         at = where()
         if isinstance(scheduler, ReduceLROnPlateau):
@@ -84,7 +84,7 @@ class ScheduleWatcher:
         return self.watched[-1]
 
     def finish(self) -> None:
-        self.depth += 1  # the copies are none of the script's
+        self.depth += 1  # so that the steps of our copies do not count
         for watched in self.watched:
             watched.finish()
 
@@ -94,7 +94,7 @@ def rate_of(scheduler: Any) -> float:
 
 
 def twin_of(optimizer: Optimizer) -> Optimizer:
-    """An optimizer without parameters, whose rate a scheduler may change."""
+    """Make an optimizer without parameters, whose rate a scheduler may change."""
     twin = object.__new__(type(optimizer))
     groups = [
         copy.deepcopy({name: value for name, value in group.items() if name != "params"})
@@ -108,7 +108,7 @@ def twin_of(optimizer: Optimizer) -> Optimizer:
 
 
 def functions_in(scheduler: Any) -> Iterator[Any]:
-    """What a scheduler calls: it may be a method of an object that nobody should copy."""
+    """Yield what a scheduler calls, which may be methods of objects that nobody should copy."""
     for value in vars(scheduler).values():
         for item in value if isinstance(value, list | tuple) else [value]:
             if isinstance(item, LRScheduler):
@@ -118,7 +118,10 @@ def functions_in(scheduler: Any) -> Iterator[Any]:
 
 
 def rates_ahead(scheduler: Any) -> tuple[list[float], bool]:
-    """The rates that it would give next, until the time is over or it refuses, and which it was."""
+    """List the rates that a scheduler would give next, and say whether it came to its end.
+
+    Otherwise the time was over, or the number of steps.
+    """
     rates: list[float] = []
     end = time.monotonic() + MOST_SECONDS
     try:
@@ -137,7 +140,7 @@ def rates_ahead(scheduler: Any) -> tuple[list[float], bool]:
 
 
 def length_of(curve: list[float], is_its_end: bool = False) -> int | None:
-    """After how many steps the rate has come down, or has come up to stay. None: it never ends."""
+    """Find after how many steps the rate has come down, or up to stay; None if it never ends."""
     highest = max(curve)
     still = NO_CHANGE * highest
     top = next(n for n, rate in enumerate(curve) if rate > highest * (1 - 1e-6))

@@ -1,7 +1,7 @@
-"""What does a training loop read that has no DataLoader? One rank gets it merged.
+"""What does a training loop read that has no DataLoader? One rank gets what all ranks read, merged.
 
-Two things are seen outside of modules, backward and optimizers, by a mode of torch that every
-function of torch passes. A *source* is what the loop reads or makes: `x[ids]`, torch.stack, a draw.
+A mode of torch sees every call of a torch function outside of modules, backward and optimizers. Two
+kinds count. A *source* is what the loop reads or makes: `x[ids]`, torch.stack, a draw.
 A *meeting* is where data without gradient come together with a tensor that has one: what goes into
 a model, the targets of a loss, the advantages of a policy. Only the last sources before a meeting
 matter, so an environment, whose ranks act for themselves, stays as it is. In a replay these sources
@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from prove import random_state
 from prove.rank_record import CENTERED, DataFinding, Mode, Statistic, loop_file, read_records
 from prove.watch import loss
+from prove.watch.batches import CannotMergeError, interleave, own_copy, tensors_in
 from prove.watch.draws import MOST_BYTES, Draws
 from prove.watch.feeder import Feeder, InputKeeper, batch_of_forward, size_of
 from prove.watch.model_tensors import project
@@ -37,14 +38,13 @@ from prove.watch.rank_run import (
     where,
     wrap,
 )
-from prove.watch.samples import CannotMergeError, interleave, own_copy, tensors_in
 from prove.watch.steps import StepWatcher
 
 READS = {"__getitem__", "index_select"}
 MAKES = {"stack", "cat", "concat", "as_tensor", "tensor", "from_numpy", "asarray"}
 DRAWS = {"randn", "rand", "randint", "randn_like", "rand_like", "randint_like", "normal"}
 STATISTICS = {"mean", "std", "var", "std_mean", "var_mean", "amax", "amin", "median", "quantile"}
-SUMS = {"sum", "count_nonzero"}  # of everything
+SUMS = {"sum", "count_nonzero"}  # they count as statistics where they add up everything
 SCALES = {"mul", "div", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__imul__"}
 SCALES |= {"__itruediv__", "mul_", "div_", "multiply", "divide", "true_divide", "__div__"}
 FROM_OUTSIDE = {"as_tensor", "tensor", "from_numpy", "asarray"}
@@ -52,13 +52,15 @@ NO_DATA = {"size", "__len__", "numel", "dim", "stride", "is_floating_point", "__
 
 
 class SourceKey(NamedTuple):
+    """Names one source, statistic or meeting, so that the same call in a replay finds it."""
+
     at: str
     name: str  # of the function
-    number: int  # of this call, at this place
+    number: int  # how many such calls came before it, at this place
 
 
 class Source(NamedTuple):
-    """What a rank got from one call, and how many samples this has."""
+    """What a rank got from one call, and how many samples that has."""
 
     value: Tensor
     size: int
@@ -69,9 +71,9 @@ class Meeting(NamedTuple):
 
     values: list[Any]  # tensors and numbers
     size: int  # samples of this rank
-    statistics: list[str]  # where means and the like were taken that are in these data
-    sources: list[SourceKey]  # the last ones of these data
-    trains: bool = False  # a backward came here: a policy that only acts is not trained
+    statistics: list[str]  # tags of the means and the like from which these data were made
+    sources: list[SourceKey]  # the last ones from which these data were made
+    trains: bool = False  # backward came through this call; it does not where a policy only acts
 
 
 def parts_of(args: tuple, kwargs: dict) -> Iterator[Any]:
@@ -99,7 +101,7 @@ def is_number(value: Any) -> bool:
 
 
 def number_in(value: Any) -> float | None:
-    """Of what is one number, whatever holds it."""
+    """Return the number in a value that holds just one, or None."""
     if is_number(value):
         return float(value)
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
@@ -108,7 +110,7 @@ def number_in(value: Any) -> float | None:
 
 
 def are_close(value: Any, other: Any) -> bool:
-    """As near as rounding brings what was computed in another order."""
+    """Are two values equal but for what rounding may do in another order of computing?"""
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         if value.shape != other.shape:
             return False
@@ -129,7 +131,7 @@ def is_centered(value: Tensor) -> bool:
 
 
 def drops_rows(name: str, args: tuple) -> bool:
-    """`x[3]` is one sample, and `x[:, 2]` has all of them: neither chooses a batch."""
+    """Does an index choose no batch? `x[3]` is one sample, and `x[:, 2]` has all of them."""
     if name != "__getitem__":
         return False
     index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
@@ -138,7 +140,7 @@ def drops_rows(name: str, args: tuple) -> bool:
 
 
 class LoopWatcher:
-    """The sources and meetings of this rank."""
+    """Records the sources and meetings of this rank, or lets a LoopFeeder replace their data."""
 
     def __init__(
         self, run: RankRun, draws: Draws, feeder: Feeder | None, steps: StepWatcher
@@ -147,19 +149,19 @@ class LoopWatcher:
         self.feeder = LoopFeeder(run, feeder, self) if feeder else None
         self.main_thread = threading.main_thread().ident
         self.calls: Counter = Counter()
-        self.tags = WeakTensorKeyDictionary()  # of each tensor: its last sources, its statistics
+        self.tags = WeakTensorKeyDictionary()  # by tensor: its last sources and its statistics
         self.sources: dict[SourceKey, Tensor] = {}
         self.meetings: dict[SourceKey, Meeting] = {}
-        self.met: SourceKey | None = None  # whose call has not given its result yet
+        self.open_meeting: SourceKey | None = None  # its call has not given its result yet
         self.size: int | None = None  # samples in the last input of a model
-        self.forwards = 0  # of models without DDP
+        self.forwards = 0  # calls of models without DDP
         self.statistics: dict[SourceKey, Statistic] = {}
         self.bytes_kept = 0
         self.local = threading.local()
         self.mode = LoopMode(self)
 
     def leave(self) -> None:
-        """There is a loader: its batches are what the loop reads."""
+        """Stop watching: there is a loader, and its batches are what the loop reads."""
         if _get_current_function_mode() is self.mode:
             self.mode.__exit__(None, None, None)
 
@@ -167,7 +169,7 @@ class LoopWatcher:
         run = self.run
         if run.written or getattr(self.local, "busy", False) or not run.has_no_loader():
             return False
-        if self.feeder and not self.feeder.of_ranks:
+        if self.feeder and not self.feeder.meetings_of_ranks:
             return False
         if threading.get_ident() != self.main_thread:
             return True
@@ -181,7 +183,7 @@ class LoopWatcher:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What torch itself computes, such as in DDP's making, is no part of the loop."""
+        """Watch nothing meanwhile: what torch itself computes is no part of the loop."""
         busy, self.local.busy = getattr(self.local, "busy", False), True
         try:
             yield
@@ -194,7 +196,9 @@ class LoopWatcher:
             noted.append((self.run.record.steps + 1, at))
 
     def next_key(self, name: str, at: str) -> SourceKey:
-        if self.run.settings.mode == Mode.ORIGINAL:  # it has other lines: only the order is left
+        if (
+            self.run.settings.mode == Mode.ORIGINAL
+        ):  # that script has other lines: only order counts
             at = ""
         self.calls[name, at] += 1
         return SourceKey(at, name, self.calls[name, at] - 1)
@@ -203,7 +207,7 @@ class LoopWatcher:
         return self.tags.get(value, frozenset()) if isinstance(value, Tensor) else frozenset()
 
     def call(self, function: Callable, args: tuple, kwargs: dict, direct: bool) -> Any:
-        """Any function of torch, which the script calls outside of its modules."""
+        """Call a function of torch; watch it if the script calls it outside of its modules."""
         name = getattr(function, "__name__", "")
         if name in NO_DATA or not self.is_watching():
             return function(*args, **kwargs)
@@ -242,7 +246,7 @@ class LoopWatcher:
         self.keep(result)
         self.sources[key] = own_copy(result)
         tags = [tag for tensor in tensors for tag in self.tags_of(tensor)]
-        # What was put together keeps its statistics; an index that chose it is a source beside it.
+        # What was put together keeps its statistics, and so does what was chosen by an index.
         kept = {tag for tag in tags if isinstance(tag, str)}
         if name in FROM_OUTSIDE and is_centered(result):  # NumPy's own mean is not seen
             kept.add(self.statistic(CENTERED, [result]))
@@ -281,20 +285,23 @@ class LoopWatcher:
         return self.statistics[key].tag
 
     def forget_statistics(self, tensor: Any) -> None:
-        """A collective has made one of all ranks of it."""
+        """Forget the statistics of a tensor of which a collective has made one for all ranks."""
         if isinstance(tensor, Tensor) and (tags := self.tags_of(tensor)):
             self.tags[tensor] = frozenset(tag for tag in tags if not isinstance(tag, str))
 
     def call_with_gradient(
         self, name: str, function: Callable, args: tuple, kwargs: dict, direct: bool
     ) -> Any:
-        """Data meet gradients; what it draws itself (dropout) cannot be recorded here."""
+        """Call a function in which data may meet gradients.
+
+        What such a function draws itself, as dropout does, cannot be recorded here.
+        """
         values = [part for part in parts_of(args, kwargs) if is_plain(part)]
         values = [part for part in values if not part.requires_grad]
         if direct and name in SCALES:
             values += [part for part in args if is_number(part)]
         if values:
-            changed = self.meet(name, values, None)
+            changed = self.record_or_match(name, values, None)
             args = replace_parts(args, changed)
             kwargs = {key: replace_parts(value, changed) for key, value in kwargs.items()}
         before = random_state.state_digests()
@@ -306,7 +313,7 @@ class LoopWatcher:
         return result
 
     def enter_module(self, module: nn.Module, inputs: tuple) -> tuple | None:
-        """A module that the script calls, other than DDP: the same, for what goes into it."""
+        """Let data meet gradients in a module other than DDP; return inputs to replace its own."""
         if not self.is_watching() or not torch.is_grad_enabled():
             return None
         tensors = [part for part in parts_of(inputs, {}) if isinstance(part, Tensor)]
@@ -316,17 +323,17 @@ class LoopWatcher:
         values: list[Any] = [part for part in tensors if is_plain(part) and not part.requires_grad]
         if not values:
             return None
-        values += [part for part in inputs if isinstance(part, str)]  # which part of it, perhaps
+        values += [part for part in inputs if isinstance(part, str)]  # it may name a part to use
         with self.paused():
             if trained:
                 self.size = size_of((list(inputs),))
-            changed = self.meet("model" if trained else "module", values, self.size)
+            changed = self.record_or_match("model" if trained else "module", values, self.size)
             if trained:
                 self.begin_draws()
         return replace_parts(inputs, changed) if changed else None
 
     def begin_draws(self) -> None:
-        """What a model without DDP draws in this forward and its backward."""
+        """Count what a model without DDP draws in this forward and its backward."""
         self.forwards += 1
         if self.feeder:
             self.feeder.begin_draws(self.forwards)
@@ -335,21 +342,24 @@ class LoopWatcher:
         else:
             self.draws.end_batch()
 
-    def meet(self, name: str, values: list, size: int | None) -> dict[int, Any]:
-        """What is to be replaced, by the ids of what was there."""
+    def record_or_match(self, name: str, values: list, size: int | None) -> dict[int, Any]:
+        """While observing, record a meeting; in a replay, match it with those of all ranks.
+
+        Returns what replaces the values, by their ids.
+        """
         at = where()
         key = self.next_key(f"meeting {name}", at)
         if self.feeder:
-            return self.feeder.meet(key, values)
+            return self.feeder.match_data(key, values)
         if self.is_recording():
             rows = [len(value) for value in values if isinstance(value, Tensor) and value.ndim]
             size = size or self.size or (rows[0] if rows else 1)
             self.note_meeting(key, values, size)
-            self.met = key
+            self.open_meeting = key
         return {}
 
     def leave_module(self, inputs: tuple, outputs: Any) -> None:
-        """A module that the script has called, such as a target network: see enter_module."""
+        """Pass tags on through a module that the script has called, such as a target network."""
         self.note_backward_of(outputs)
         if self.is_watching() and self.is_recording():
             tags = frozenset().union(*map(self.tags_of, tensors_in([inputs])))
@@ -358,8 +368,8 @@ class LoopWatcher:
                     self.tags[tensor] = tags | self.tags_of(tensor)
 
     def note_backward_of(self, outputs: Any) -> None:
-        """Only then is the last meeting one of training."""
-        key, self.met = self.met, None
+        """Note when backward comes through the open meeting: only then does this one train."""
+        key, self.open_meeting = self.open_meeting, None
         for tensor in tensors_in([outputs]) if key else []:
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda gradient: self.note_training(key))
@@ -384,15 +394,16 @@ class LoopWatcher:
             if used[tag] not in self.run.record.statistics:
                 self.run.record.statistics.append(used[tag])
 
-    def meet_ddp(self, args: tuple, kwargs: dict) -> bool:
-        """What the script gives to DDP. In a replay: is it what all ranks gave?"""
-        if not self.run.has_no_loader() or (self.feeder and not self.feeder.of_ranks):
+    def enter_ddp(self, args: tuple, kwargs: dict) -> bool:
+        """Let what goes into DDP meet gradients; in a replay, is it what all ranks gave to it?"""
+        if not self.run.has_no_loader() or (self.feeder and not self.feeder.meetings_of_ranks):
             return False
         self.size = size_of((list(args), kwargs))
         values = [part for part in parts_of(args, kwargs) if is_plain(part)]
-        changed = self.meet("model", [v for v in values if not v.requires_grad], self.size)
-        self.note_training(self.met)
-        self.met = None
+        values = [value for value in values if not value.requires_grad]
+        changed = self.record_or_match("model", values, self.size)
+        self.note_training(self.open_meeting)
+        self.open_meeting = None
         return not changed
 
     def finish(self) -> None:
@@ -410,30 +421,32 @@ class LoopWatcher:
 
 
 class LoopFeeder:
-    """In a replay: what the sources and the meetings of all ranks had."""
+    """Gives a replay what the sources and the meetings of all ranks had."""
 
     def __init__(self, run: RankRun, feeder: Feeder, watcher: LoopWatcher) -> None:
         self.run, self.feeder, self.watcher = run, feeder, watcher
         settings = run.settings
         ranks = range(settings.world_size)
         files = [loop_file(settings.folder, Mode.OBSERVE, rank) for rank in ranks]
-        self.of_ranks: list[tuple[dict, dict]] = []  # sources and meetings of each rank
-        if all(file.exists() for file in files):
-            self.of_ranks = [torch.load(file, weights_only=False) for file in files]
-        if settings.mode == Mode.ORIGINAL:
-            self.of_ranks = [({}, without_places(meetings)) for _, meetings in self.of_ranks]
+        self.sources_of_ranks: list[dict[SourceKey, Source]] = []
+        self.meetings_of_ranks: list[dict[SourceKey, Meeting]] = []
+        for file in files if all(file.exists() for file in files) else ():
+            sources, meetings = torch.load(file, weights_only=False)
+            is_original = settings.mode == Mode.ORIGINAL
+            self.sources_of_ranks.append({} if is_original else sources)
+            self.meetings_of_ranks.append(without_places(meetings) if is_original else meetings)
         records = read_records(settings.folder, Mode.OBSERVE)
         self.steps = min(record.steps for record in records)
         self.differing = differing_statistics([record.statistics for record in records])
-        self.local_counts: set[float] = set()  # rows of one rank
+        self.local_counts: set[float] = set()  # numbers of samples, rows or elements of one rank
         self.sizes: list[int] = []  # samples of each rank at the last meeting
-        if settings.mode == Mode.SEQUENCE and self.of_ranks:
+        if settings.mode == Mode.SEQUENCE and self.meetings_of_ranks:
             self.check_sequence()
 
     def check_sequence(self) -> None:
-        """One after another: the order is only known for what is called once for each forward."""
-        sources, meetings = self.of_ranks[0]
-        counts = Counter((key.at, key.name) for key in (*sources, *meetings))
+        """Note what cannot be given rank by rank: all that is not called once for each forward."""
+        keys = (*self.sources_of_ranks[0], *self.meetings_of_ranks[0])
+        counts = Counter((key.at, key.name) for key in keys)
         forwards = max((n for (_, name), n in counts.items() if name.endswith("model")), default=0)
         for (at, _), count in counts.items():
             if count != forwards:
@@ -442,14 +455,15 @@ class LoopFeeder:
     def key_of_rank(self, key: SourceKey) -> SourceKey:
         return key._replace(number=key.number // len(self.feeder.groups()))
 
-    def recorded(self, which: int, key: SourceKey) -> list[Any] | None:
+    def recorded(self, kept_by_ranks: list[dict[SourceKey, Any]], key: SourceKey) -> list | None:
+        """Find what each rank kept by the key of this rank; None if one of them kept nothing."""
         groups = self.feeder.groups()
         ranks, own_key = groups[key.number % len(groups)], self.key_of_rank(key)
-        found = [self.of_ranks[rank][which].get(own_key) for rank in ranks]
+        found = [kept_by_ranks[rank].get(own_key) for rank in ranks]
         return None if any(each is None for each in found) else found
 
     def source(self, key: SourceKey, own: Tensor) -> Tensor:
-        found = self.recorded(0, key)
+        found = self.recorded(self.sources_of_ranks, key)
         if found is None:
             return own
         values = [each.value for each in found]
@@ -458,14 +472,14 @@ class LoopFeeder:
         try:
             merged = merge(values, [each.size for each in found])
         except CannotMergeError:
-            return own  # the meeting will say so
+            return own  # the meeting of these data will note it
         return own if are_close(own, merged) else self.like(own, merged)
 
     def like(self, own: Tensor, value: Tensor) -> Tensor:
         return self.feeder.cast(value.to(own.device))
 
     def begin_draws(self, forward: int) -> None:
-        """One rank gets what the ranks drew in this forward, and its BatchNorm their batches."""
+        """Give one rank what all ranks drew in this forward, and the sizes of their batches."""
         if not self.sizes:
             return
         groups, self.feeder.sizes = self.feeder.groups(), self.sizes
@@ -473,12 +487,16 @@ class LoopFeeder:
         draws = [self.feeder.tensors_of_ranks[rank]["draws"] for rank in ranks]
         self.watcher.draws.begin_forward(batch_of_forward(number), self.sizes, draws)
 
-    def meet(self, key: SourceKey, values: list) -> dict[int, Any]:
+    def match_data(self, key: SourceKey, values: list) -> dict[int, Any]:
+        """Match the data of a meeting with those of all ranks.
+
+        Returns what replaces the values, by their ids.
+        """
         at = where()
-        own = self.of_ranks[0][1].get(self.key_of_rank(key))
-        if own is not None and not own.trains:
+        meeting = self.meetings_of_ranks[0].get(self.key_of_rank(key))
+        if meeting is not None and not meeting.trains:
             return {}
-        found = self.recorded(1, key)
+        found = self.recorded(self.meetings_of_ranks, key)
         if found is None or any(len(each.values) != len(values) for each in found):
             if self.run.record.steps >= self.steps:
                 self.run.end_early()
@@ -495,7 +513,7 @@ class LoopFeeder:
         return changed
 
     def value_of(self, own: Any, column: list, found: list[Meeting], is_input: bool) -> Any:
-        """What one rank shall compute with. Notes what may explain a difference."""
+        """Choose what one rank computes with, and note what may explain a difference."""
         at, note, sizes = where(), self.watcher.note, [each.size for each in found]
         if len(column) == 1:  # each rank gets its own
             return self.like(own, column[0]) if isinstance(own, Tensor) else own
@@ -537,10 +555,10 @@ class LoopFeeder:
             self.watcher.note(DataFinding.NOT_GIVEN, at)
 
     def check_number(self, own: Any, column: list, sizes: list[int], statistics: list[str]) -> None:
-        """A number that the loss is multiplied with: the number of samples of one rank, perhaps."""
-        of_ranks, value, at = [number_in(each) for each in column], number_in(own), where()
-        first = of_ranks[0]
-        if value is None or first is None or any(not are_close(n, first) for n in of_ranks):
+        """Compare a number that scales the loss: it may be the number of samples of one rank."""
+        numbers, value, at = [number_in(each) for each in column], number_in(own), where()
+        first = numbers[0]
+        if value is None or first is None or any(not are_close(n, first) for n in numbers):
             self.note_difference(statistics, at)
             return
         if are_close(value, first):
@@ -553,7 +571,7 @@ class LoopFeeder:
 
 
 def merge(values: list[Tensor], sizes: list[int]) -> Tensor:
-    """The rows of all ranks. Raises CannotMergeError if these are no rows of samples."""
+    """Interleave the rows of all ranks; CannotMergeError if they are no rows of samples."""
     shapes = {value.shape[1:] for value in values}
     if any(not value.ndim for value in values) or len(shapes) > 1:
         raise CannotMergeError("other shapes on each rank")
@@ -561,7 +579,7 @@ def merge(values: list[Tensor], sizes: list[int]) -> Tensor:
 
 
 def without_places(meetings: dict[SourceKey, Meeting]) -> dict[SourceKey, Meeting]:
-    """For a script that has other lines: only their order is left."""
+    """Name meetings by their order alone, for a script that has other lines."""
     numbers: Counter = Counter()
     renamed = {}
     for key, meeting in meetings.items():
@@ -570,16 +588,16 @@ def without_places(meetings: dict[SourceKey, Meeting]) -> dict[SourceKey, Meetin
     return renamed
 
 
-def differing_statistics(of_ranks: list[list[Statistic]]) -> set[str]:
+def differing_statistics(statistics_of_ranks: list[list[Statistic]]) -> set[str]:
     values: dict[str, list[float]] = {}
-    for statistics in of_ranks:
+    for statistics in statistics_of_ranks:
         for each in statistics:
             values.setdefault(each.tag, []).append(each.value)
     return {tag for tag, own in values.items() if any(not are_close(v, own[0]) for v in own)}
 
 
 def watch_threads(watcher: LoopWatcher) -> None:
-    """A mode of torch is that of one thread: what reads ahead gets one of its own."""
+    """Let threads that read ahead be seen, too: a mode of torch sees one thread only."""
 
     @wrap(threading.Thread, "start")
     def start(original: Callable, self: Any) -> None:
@@ -598,7 +616,7 @@ def install(
     run: RankRun, draws: Draws, steps: StepWatcher, source: Feeder | InputKeeper
 ) -> LoopWatcher:
     watcher = LoopWatcher(run, draws, source if isinstance(source, Feeder) else None, steps)
-    source.loop = watcher
+    source.loop_watcher = watcher
     run.at_end.append(watcher.finish)
     watch_threads(watcher)
 
@@ -633,7 +651,7 @@ class LoopMode(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         file = sys._getframe(1).f_code.co_filename
-        if file == loss.__file__:  # the function of torch that it stands in for
+        if file == loss.__file__:  # loss.py stands in for a function of torch: who called that?
             file = next(own for own, *_ in callers() if os.path.dirname(own) not in OWN_FOLDERS)
         if os.path.dirname(file) in OWN_FOLDERS:
             return function(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Which steps does a rank make, by an optimizer or by hand? Gradients before, weights after."""
+"""Which steps does a rank make, by an optimizer or by hand? Watch gradients and weights."""
 
 import weakref
 from collections.abc import Callable
@@ -27,12 +27,14 @@ from prove.watch.model_tensors import (
 from prove.watch.operations import OptimizerByHand
 from prove.watch.rank_run import RankRun, where, wrap
 
-MOST_STEPS = 24  # of each optimizer are written down
+MOST_STEPS = 24  # that are written down for each optimizer
 
 
 class FunctionalParameters:
-    """Stands in for the optimizer of a script whose weights are no parameters of a module, but
-    tensors in a dict that torch.func.functional_call is given."""
+    """Stands in for the optimizer of a script that steps tensors in a dict.
+
+    It gives this dict to torch.func.functional_call in place of the parameters of a module.
+    """
 
     def __init__(self, named: dict[str, Tensor], batch: tuple[int, int]) -> None:
         self.names, self.batch = list(named), batch
@@ -43,9 +45,9 @@ class FunctionalParameters:
 class LocalGradient:
     """What backward gave one parameter on this rank, before anybody averaged it."""
 
-    total: float = 0.0  # projections, since p.grad was zero or None
-    arrivals: int = 0  # since the last step
-    was_zero: bool = False  # p.grad, at one of these arrivals
+    total: float = 0.0  # the sum of projections since p.grad was zero or None
+    arrivals: int = 0  # how often backward gave one since the last step
+    was_zero: bool = False  # was p.grad zero or None at one of these arrivals?
     has_imaginary: bool = False
 
     def add(self, gradient: Tensor, old: Tensor | None) -> None:
@@ -57,7 +59,7 @@ class LocalGradient:
 
 
 class StepWatcher:
-    """The optimizers of this rank, in the order of their making, and the steps of each."""
+    """Watches the optimizers of this rank, in the order of their making, and writes their steps."""
 
     def __init__(self, run: RankRun, draws: Draws, feeder: Feeder | None) -> None:
         self.run, self.draws, self.feeder = run, draws, feeder  # it feeds a replay only
@@ -65,13 +67,13 @@ class StepWatcher:
         self.by_hand = OptimizerByHand()
         self.weights_by_hand: list[Tensor] = []  # before the first of these steps
         self.local: dict[int, LocalGradient] = {}  # by the id of a parameter
-        self.parameters: dict[int, Tensor] = {}  # those whose gradients are watched
-        self.had_gradient: set[int] = set()
+        self.parameters: dict[int, Tensor] = {}  # those whose gradients are watched, by their ids
+        self.had_gradient: set[int] = set()  # the ids of those that ever got one
         self.schedule_settings: dict[int, list[list[dict]]] = {}  # by optimizer, before each step
         self.depth = 0  # of nested calls of step()
-        self.exchanges_before = 0  # the step that runs now
-        self.ends_inside_step = False  # of the run: what the script does after it is not seen
-        self.without_gradient: set[int] = set()  # the ids of parameters, in the last step
+        self.exchanges_before = 0  # calls that had reached other ranks before this step
+        self.ends_inside_step = False  # the run does: what the script does after it is not seen
+        self.without_gradient: set[int] = set()  # ids of parameters that got none in the last step
         self.in_step_by_hand = False
         self.weights_at_batch: list[Projection] = []
         self.steps_at_batch = 0
@@ -88,7 +90,7 @@ class StepWatcher:
     def watch_gradient(self, p: Tensor) -> None:
         if id(p) in self.parameters or not p.requires_grad or not p.is_leaf:
             return
-        if hasattr(p, "full_tensor"):  # its gradient arrives by no hook
+        if hasattr(p, "full_tensor"):  # no hook sees its gradient arrive
             return
         self.parameters[id(p)], self.local[id(p)] = p, LocalGradient()
 
@@ -100,17 +102,17 @@ class StepWatcher:
         p.register_hook(arrived)
 
     def begin_batch(self, batch: tuple[int, int], sizes: list[int], sources: list[dict]) -> None:
-        """Until the next one is asked for, a step draws and changes weights."""
+        """Count what is drawn and changed from here on as of this batch, until its end."""
         self.note_weights_at_batch()
         self.draws.begin_batch(batch, sizes, sources)
 
     def end_batch(self) -> None:
-        """A step that the script makes by hand has its end, too."""
+        """End a batch, and with it a step that the script makes by hand."""
         self.draws.end_batch()
         self.end_step_by_hand()
 
     def begin_forward(self) -> None:
-        """Without a loader, it stands for a batch."""
+        """Let a forward stand for a batch, where there is no loader."""
         if self.run.has_no_loader():
             self.end_step_by_hand()
             self.note_weights_at_batch()
@@ -131,7 +133,7 @@ class StepWatcher:
             self.after_step(self.by_hand, (), {})
 
     def begin_step_by_hand(self) -> None:
-        """The script itself writes to a parameter; in the first such moment a step begins."""
+        """Begin a step when the script itself first writes to a parameter."""
         if self.depth or self.in_step_by_hand:
             return
         with self.draws.paused():
@@ -142,7 +144,7 @@ class StepWatcher:
             self.depth, self.in_step_by_hand = 0, True
 
     def hold_by_hand(self, module: nn.Module) -> None:
-        """Parameters that no optimizer holds: does the script itself change them?"""
+        """Watch whether the script itself changes parameters that no optimizer holds."""
         held = self.held_parameters()
         for p in module.parameters():
             if p.requires_grad and p.is_leaf and id(p) not in held and type(p) is nn.Parameter:
@@ -152,7 +154,7 @@ class StepWatcher:
             self.weights_at_batch = [project(p) for p in parameters_of(self.by_hand)]
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """If there is a closure, the gradients are there when it was called for the first time."""
+        """Write down the gradients: with a closure, when it was called for the first time."""
         self.depth += 1
         if self.depth > 1 or optimizer not in self.optimizers:
             return None
@@ -224,8 +226,9 @@ class StepWatcher:
         with self.draws.paused():
             self.write_weights(optimizer)
         run.note_event()
+        # The script may only copy what an optimizer has made of master weights.
         copies = optimizer is self.by_hand and run.record.steps > self.steps_at_batch
-        if not copies:  # what an optimizer has done to masters
+        if not copies:
             run.record.steps += 1
             if run.current_loader_pass:
                 run.current_loader_pass.steps += 1
@@ -241,7 +244,10 @@ class StepWatcher:
             run.end_early()
 
     def write_weights(self, optimizer: Any) -> None:
-        """What the step has made of the weights; a replay goes back to the script's own rates."""
+        """Write down what the step has made of the weights.
+
+        A replay goes back to the script's own learning rates.
+        """
         number = self.optimizers.index(optimizer)
         own_record = self.run.record.optimizers[number]
         step = own_record.steps[-1] if own_record.steps else None
@@ -260,7 +266,7 @@ class StepWatcher:
             self.keep_changes(number, own_record)
 
     def note_functional_call(self, module: nn.Module, named: dict[str, Tensor]) -> None:
-        """Of the first call for a batch: are these other weights than those of the batch before?"""
+        """Write a step if a batch's first call has other weights than that of the batch before."""
         loader_pass = self.run.current_loader_pass
         if loader_pass is None or any(tensor.grad_fn is not None for tensor in named.values()):
             return  # made of other weights within this step: an inner loop
@@ -301,14 +307,17 @@ class StepWatcher:
         run.note_event()
 
     def keep_changes(self, number: int, own_record: OptimizerRecord) -> None:
-        """No gradient is kept in p.grad (autograd.grad): what the step changed stands for it."""
+        """Let the change of the weights stand for gradients that were never in p.grad.
+
+        Those of autograd.grad never are.
+        """
         after = full_copies(parameters_of(self.by_hand))
         pairs = zip(after, self.weights_by_hand, strict=True)
         self.run.gradients[number] = [new - old for new, old in pairs]
         own_record.compares_changes = True
 
     def note_rates(self) -> None:
-        """At the end of an epoch: which learning rate does this rank have now?"""
+        """Write down the learning rates that this rank has at the end of an epoch."""
         rates = [rate for optimizer in self.optimizers_of_torch() for rate in rates_of(optimizer)]
         self.run.record.rates_after_epochs.append(rates)
 
@@ -318,7 +327,10 @@ def has_imaginary(tensor: Tensor) -> bool:
 
 
 def moments_of(optimizer: Any, p: Tensor) -> dict[str, Projection]:
-    """The first is linear in the gradient that step() used, so it shows a factor in that."""
+    """Project what the optimizer keeps for a parameter.
+
+    The first moment is linear in the gradient that step() used, so it shows a factor in that.
+    """
     kept = getattr(optimizer, "state", {}).get(p, {})
     pairs = kept.items() if isinstance(kept, dict) else ()
     return {

@@ -1,4 +1,4 @@
-"""BatchNorm over the global batch, by hand, because torch's own layer refuses a CPU: for --cpu.
+"""Compute BatchNorm over the global batch by hand, for --cpu: torch's own layer refuses a CPU.
 
 The course builds it in its fifth stage; tests/packages/test_proven.py keeps the two copies equal.
 """

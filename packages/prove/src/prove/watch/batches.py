@@ -24,13 +24,13 @@ sample_files = itertools.count()
 
 
 class CannotMergeError(Exception):
-    """Its text says what of a batch cannot be put together."""
+    """Batches of several ranks cannot become one; the text says which part of them."""
 
 
 class Frozen(NamedTuple):
-    """A sample or batch: its pickle, in which numbers stand for the tensors."""
+    """A sample or batch as its pickle, in which numbers stand for the tensors."""
 
-    shape: bytes
+    shape: bytes  # the pickle
     tensors: list[Tensor]
 
 
@@ -60,16 +60,19 @@ class Thawer(pickle.Unpickler):
 
 
 def own_copy(tensor: Tensor) -> Tensor:
-    """Of a view, only the part that is seen: pickle would write the whole storage."""
+    """Copy the values of a tensor, and of a view no more: pickle would write its whole storage."""
     if tensor.is_meta:
-        return tensor  # it has no values
+        return tensor  # there are no values to copy
     return tensor.detach().cpu().clone()
 
 
 def freeze(
     value: Any, change: Callable[[Tensor], Tensor] = own_copy, without_memo: bool = False
 ) -> Frozen:
-    """without_memo: equal values give equal bytes; not for values that contain themselves."""
+    """Take a value apart into its pickle and its tensors.
+
+    without_memo: equal values give equal bytes; such a value must not contain itself.
+    """
     stream = io.BytesIO()
     freezer = Freezer(stream, without_memo)
     freezer.dump(value)
@@ -81,7 +84,7 @@ def thaw(frozen: Frozen, change: Callable[[Tensor], Tensor] = Tensor.clone) -> A
 
 
 def tensors_in(nested: Any) -> list[Tensor]:
-    """All tensors of a batch, also of classes that pickle cannot take."""
+    """List all tensors of a batch, however its parts are nested."""
     if isinstance(nested, Tensor):
         return [nested]
     if nested is None or isinstance(nested, str | bytes | int | float):
@@ -97,7 +100,7 @@ def tensors_in(nested: Any) -> list[Tensor]:
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], nested: Any) -> Any:
-    """The same value, with `change` applied to each tensor in it."""
+    """Return a value of the same form, with `change` applied to each tensor in it."""
     if isinstance(nested, Tensor):
         return change(nested)
     if type(nested) in (list, tuple):
@@ -145,7 +148,7 @@ def are_equal(tensor: Tensor, other: Tensor) -> bool:
 
 
 def checksum(value: Any) -> int:
-    """A number for the content of a sample: tensors, numbers, strings, arrays."""
+    """Turn the content of a sample into one number: tensors, numbers, strings, arrays."""
     if not isinstance(value, Tensor):
         try:
             frozen = freeze(value, lambda tensor: tensor, without_memo=True)
@@ -166,20 +169,24 @@ def checksum(value: Any) -> int:
 
 
 class Collated(NamedTuple):
-    """A batch on its way from the worker that made it. (A thread that pins memory pins the parts
-    of a NamedTuple.)"""
+    """A batch on its way from the worker that made it.
+
+    It is a NamedTuple because a thread that pins memory pins the parts of one.
+    """
 
     batch: Any
-    file: str | None  # where its samples are written
-    checksums: list[int]  # of its samples
-    inputs: list[int]  # the same, of the first tensor of each only
+    file: str | None  # that holds its samples
+    checksums: list[int]  # one for each sample
+    inputs: list[int]  # one for the first tensor of each sample
     drew: bool = True  # a worker has drawn random numbers, or may have
-    labels: list[int] | None = None  # checksums of what is beside these first tensors
+    labels: list[int] | None = None  # one for what each sample holds beside its first tensor
 
 
 class RecordingCollate:
-    """The script's collate_fn, in whatever process calls it; it writes down the samples first,
-    because it may change them."""
+    """Wraps the script's collate_fn, in whatever process calls it, and writes down the samples.
+
+    It writes them first, because collate_fn may change them.
+    """
 
     def __init__(self, collate: Callable, folder: str) -> None:
         self.collate, self.folder = collate, folder
@@ -201,13 +208,13 @@ class RecordingCollate:
 
 
 def first_tensor(sample: Any) -> Any:
-    """What a model gets of a sample: its first tensor that is no single number."""
+    """Find what a model gets of a sample: its first tensor that is no single number."""
     tensors = tensors_in(sample)
     return next((tensor for tensor in tensors if tensor.numel() > 1), (tensors or [sample])[0])
 
 
 def labels_of(sample: Any) -> list:
-    """The parts of a sample in which its first tensor is not: augmentation leaves these alone."""
+    """List the parts of a sample beside its first tensor, which augmentation leaves alone."""
     parts = [*sample.values()] if isinstance(sample, dict) else sample
     first = first_tensor(sample)
     if not isinstance(parts, list | tuple):
@@ -216,14 +223,17 @@ def labels_of(sample: Any) -> list:
 
 
 def order_of_rows(sizes: list[int]) -> list[tuple[int, int]]:
-    """(rank, sample) of each row of the merged batch: sample 0 of each rank, then sample 1, ..."""
+    """List (rank, sample) for each row of a merged batch: sample 0 of each rank, then sample 1."""
     pairs = [(rank, sample) for rank, size in enumerate(sizes) for sample in range(size)]
     return sorted(pairs, key=lambda pair: (pair[1], pair[0]))
 
 
 def interleave(parts: list[Tensor], sizes: list[int], dim: int = 0, blocks: int = 1) -> Tensor:
-    """The rows of all ranks in one tensor. A sample may have several rows, one after another, or
-    one in each block, as torch.cat([crops, other_crops]) has them."""
+    """Put the rows of all ranks into one tensor.
+
+    A sample may have several rows, one after another, or one in each block, as
+    torch.cat([crops, other_crops]) has them.
+    """
     if blocks > 1:
         parts_of_blocks = zip(*(part.chunk(blocks, dim) for part in parts), strict=True)
         return torch.cat([interleave([*each], sizes, dim) for each in parts_of_blocks], dim)
@@ -242,9 +252,9 @@ def interleave(parts: list[Tensor], sizes: list[int], dim: int = 0, blocks: int 
 
 
 def merge_batches(parts: list, sizes: list[int]) -> Any:
-    """One batch of the batches of all ranks, tensor by tensor; never the part of one rank alone.
+    """Make one batch of the batches of all ranks, tensor by tensor, and of no rank alone.
 
-    Raises CannotMergeError: something has no row for each sample, and differs between the ranks.
+    Raises CannotMergeError if a part has no row for each sample and differs between the ranks.
     """
     first = parts[0]
     if len(parts) == 1:
@@ -271,7 +281,7 @@ def merge_batches(parts: list, sizes: list[int]) -> Any:
 
 
 def of_class(example: Any, plain: dict) -> Any:
-    """A mapping of a class of its own, as transformers' BatchEncoding."""
+    """Make a mapping of the class of the example, such as transformers' BatchEncoding."""
     try:
         return type(example)(plain)
     except TypeError:
@@ -290,7 +300,7 @@ class RecordedBatch(NamedTuple):
     """What one rank computed one batch from."""
 
     size: int  # samples
-    file: str | None  # of its samples
+    file: str | None  # that holds these samples
     batch: Frozen
 
     def samples(self) -> list:
@@ -299,7 +309,7 @@ class RecordedBatch(NamedTuple):
 
 
 def merge_by_collate(collate: Callable | None, batches: list[RecordedBatch]) -> Any:
-    """What the script's own collate_fn makes of the samples of all ranks.
+    """Let the script's own collate_fn make one batch of the samples of all ranks.
 
     It is only trusted if it makes of each rank's samples the batch of that rank once more.
     """
@@ -321,7 +331,7 @@ def merge_by_collate(collate: Callable | None, batches: list[RecordedBatch]) -> 
 
 
 def owners_of_rows(rows: int, sizes: list[int], in_blocks: bool) -> list[Tensor] | None:
-    """Which rows of an activation of the merged batch came from which rank. None: not known.
+    """Find which rows of an activation of the merged batch came from which rank, or None.
 
     A sample may have several rows: one after another, or (in_blocks) in one block each, as
     torch.cat([real, made]) has them. Or the script cuts the batch into equal parts.
@@ -337,14 +347,14 @@ def owners_of_rows(rows: int, sizes: list[int], in_blocks: bool) -> list[Tensor]
 
 
 def batch_size_of(batch: Any) -> int:
-    """How many samples a batch has, as far as it can be seen from itself."""
+    """Guess how many samples a batch has, from the batch alone."""
     if isinstance(batch, list | tuple) and not any(isinstance(part, Tensor) for part in batch):
         return len(batch)  # as collate_fn=list makes it
     return next((len(tensor) for tensor in tensors_in(batch) if tensor.ndim), 1)
 
 
 def checksums_of_rows(batch: Any) -> list[int]:
-    """A number for the content of each sample, where only the batch is known."""
+    """Turn each sample's content into one number, where only the batch is known."""
     size = batch_size_of(batch)
     columns = [tensor for tensor in tensors_in(batch) if has_rows(tensor, size)]
     wide = [column for column in columns if column[0].numel() > 1] or columns
