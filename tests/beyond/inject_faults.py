@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils.data import DataLoader
 
+import local_ranks.chapters  # noqa: F401, it lets this import the chapters of survive
 from benchmarks.result_files import RESULTS, provenance, save
 from common.options import Parser, int_at_least
 from durable import CheckpointError, newest_whole, previous_path
