@@ -12,7 +12,7 @@ import pytest
 
 from common.chapters import ROOT, load_program
 
-FOLDERS = ("packages/prove/src/prove", "packages/shm/src/shm", "common", "benchmarks")
+FOLDERS = ("packages/prove/src/prove", "packages/shm/src/shm", "common", "benchmarks", "docs")
 
 ROOMS = {  # from which others each imports, as CONTRIBUTING.md says; tests import from all
     "course": set(),
