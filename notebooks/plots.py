@@ -97,7 +97,7 @@ def stack(
 
 
 def legend(axis: Axes, looks: Mapping[str, Look], **where: Any) -> None:
-    """Of a stack: its lowest part is the lowest line."""
+    """Draw the legend of a stack, whose lowest part is the lowest line."""
     patches = [
         Patch(facecolor=color, hatch=hatch, edgecolor="white", label=kind)
         for kind, (color, hatch) in looks.items()

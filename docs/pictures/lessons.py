@@ -11,7 +11,7 @@ from partition import DataPartitioner
 
 
 def gradient(samples: torch.Tensor) -> float:
-    """Of the mean squared error of weight × x, where the weight is 1 and the target is 2x."""
+    """The gradient of the mean of (weight × x − 2x)², where the weight is 1."""
     weight = torch.tensor(1.0, requires_grad=True)
     ((weight * samples - 2 * samples) ** 2).mean().backward()
     assert weight.grad is not None
@@ -56,7 +56,7 @@ def draw_mean() -> str:
 
 
 def minus(number: float) -> str:
-    """With the sign that mathematics has."""
+    """Write the number with the minus sign that mathematics has."""
     return f"−{-number:g}" if number < 0 else f"{number:g}"
 
 

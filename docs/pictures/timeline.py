@@ -50,7 +50,7 @@ def message_parts(spans: Sequence[Span], last: Sequence[float]) -> list[Part]:
 
 
 def lanes(step: Step) -> list[Lane]:
-    """Of each rank: what it does, and its messages. DataParallel: its process and threads."""
+    """A lane for what each rank does, and one for its messages; or the threads of DataParallel."""
     ranks = [[Span(*span) for span in rank["spans"]] for rank in step["ranks"]]
     rows, last, several = [], arrivals(ranks), len(ranks) > 1
     for rank, spans in zip(step["ranks"], ranks, strict=True):
@@ -173,7 +173,7 @@ def table(step: Step) -> str:
 
 
 def picture(results: Results, stages: Sequence[str] = (), which: str = "median") -> str:
-    """Of recorded stages. stages: which of them; without it, all."""
+    """Draw the recorded stages: those that are named, or all."""
     shown = stages or [*results["stages"]]
     rows = [(VARIANTS[stage].label, results["stages"][stage][which]) for stage in shown]
     step = "the first step" if which == "first" else "the step of median length"

@@ -45,18 +45,18 @@ def without_fences(page: Path) -> str:
 
 
 def running_text(page: Path) -> str:
-    """Without fences and tables."""
+    """The prose of a page, without fences and tables."""
     return re.sub(r"^ *\|.*$", "", without_fences(page), flags=re.M)
 
 
 def word_count(page: Path) -> int:
-    """Of the running text; of a Chinese page, characters too."""
+    """Count the words of the running text, and on a Chinese page the characters."""
     text = running_text(page)
     return len(COUNTED.findall(text)) if page in CHINESE else len(text.split())
 
 
 def anchors(page: Path) -> set[str]:
-    """Those that GitHub gives to headings, and those that the page names itself."""
+    """The anchors that GitHub gives to headings, and those that the page names itself."""
     text, seen = without_fences(page), Counter()
     names = set(re.findall(r'<a id="([\w-]+)"></a>', text))
     for heading in re.findall(r"^#+ (.+)$", text, re.M):
@@ -89,7 +89,7 @@ def unexplained_terms(page: Path) -> Iterator[str]:
 
 
 def faults(page: Path) -> Iterator[str]:
-    """All that is wrong with a page."""
+    """Say of each thing that is wrong with a page what it is."""
     text = re.sub(r"`[^`]+`", "", without_fences(page))
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)", text):
         file, _, anchor = target.partition("#")

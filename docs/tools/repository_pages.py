@@ -97,7 +97,7 @@ class Fence:
 
     @property
     def command(self) -> str:
-        """The command whose output it shows, or nothing."""
+        """The command whose output the fence shows, or nothing."""
         match = OUTPUT.fullmatch(self.note)
         return match["command"] if match else ""
 
@@ -165,7 +165,7 @@ def sides(diff: str) -> tuple[str, str]:
 
 
 def shell(command: str, cwd: Path = ROOT, seconds: float = 180) -> str:
-    """Its output, with the programs of this Python and one thread."""
+    """Run a command with the programs of this Python and one thread; return its output."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     call = ["bash", "-e", "-o", "pipefail", "-c", command]

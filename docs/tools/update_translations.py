@@ -38,7 +38,7 @@ def translated_pages(root: Path = ROOT) -> Iterator[tuple[Path, Path]]:
 
 
 def digest(english: str) -> str:
-    """Of the prose: a fence or a measured number that changes needs no new translation."""
+    """Digest the prose: a fence or a measured number that changes needs no new translation."""
     prose = TABLE.sub("", FENCE.sub("", english.partition("\n## All claims\n")[0]))
     return sha256(" ".join(prose.split()).encode()).hexdigest()[:8]
 

@@ -14,7 +14,7 @@ import pytest
 from local_ranks.chapters import PROGRAMS, ROOT
 
 PACKAGES = ("packages/prove/src/prove", "packages/shm/src/shm")
-FOLDERS = (*PACKAGES, "common", "local_ranks", "benchmarks")
+FOLDERS = (*PACKAGES, "common", "local_ranks", "benchmarks", "docs")
 
 ROOMS = {  # from which others each imports, as CONTRIBUTING.md says; tests import from all
     "course": set(),
