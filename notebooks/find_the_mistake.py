@@ -14,8 +14,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "packages/prove/src"), str(ROOT / "beyond/puzzles")]
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import common.ranks  # noqa: E402
-
 FOLDER = ROOT / "runs" / "notebook_puzzles"
 
 
@@ -50,7 +48,7 @@ def show(number: int) -> None:
 
 
 def run(*flags: str) -> None:
-    context: Any = multiprocessing.get_context(common.ranks.start_method)
+    context: Any = multiprocessing.get_context("forkserver")
     with tempfile.NamedTemporaryFile("r") as printed:
         process = context.Process(target=run_judge, args=(flags, printed.name))
         process.start()

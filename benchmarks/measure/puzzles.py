@@ -1,18 +1,12 @@
 """What does each mistake of the puzzles cost? Both scripts run with several seeds."""
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
-import common.ranks
 from benchmarks.measure.timing import Effort
 from benchmarks.result_files import Results
 from common.chapters import load_program
-from prove import processes
-from prove.judge.table import WARNING, WRONG
 
 check_answer = load_program("beyond/puzzles", "check_answer")
-traces = load_program("beyond/puzzles", "traces")
 
 SEEDS = 10
 
@@ -20,22 +14,18 @@ SEEDS = 10
 def cost_of(puzzle: Any, seeds: int) -> Results:
     """On two ranks, in the precision that the script has."""
     runs: Results = {"with": [], "without": []}
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, "train.py")
-        for kind, source in (("with", puzzle.path.read_text()), ("without", puzzle.answer)):
-            script.write_text(source)
-            for seed in range(seeds):
-                trace = traces.traces(script, 2, in_float64=False, seed=seed)[0]
-                runs[kind].append(round(trace.result, 6))
-    rows = check_answer.prove_rows(puzzle.path)
-    for verdict in (WRONG, WARNING):
-        runs[verdict] = sorted({row.check for row in rows if row.verdict == verdict})
+    for kind, source in (("with", puzzle.story.script), ("without", puzzle.story.cure)):
+        for seed in range(seeds):
+            trace = check_answer.run(source, 2, in_float64=False, seed=seed)[0]
+            runs[kind].append(round(float(trace.result), 6))
+    answer = check_answer.prove_answer(puzzle.story.script)
+    for verdict in (check_answer.WRONG, check_answer.WARNING):
+        runs[verdict] = sorted({*answer.checks(verdict)})
     print(puzzle.number, puzzle.style, flush=True)
     return runs
 
 
 def measure_puzzles(effort: Effort) -> Results:
-    processes.preload()
-    common.ranks.start_method = "fork"  # torch is here already
-    seeds, puzzles = (1, traces.PUZZLES[:1]) if effort.quick else (SEEDS, traces.PUZZLES)
+    known = check_answer.PUZZLES
+    seeds, puzzles = (1, known[:1]) if effort.quick else (SEEDS, known)
     return {"puzzles": {str(puzzle.number): cost_of(puzzle, seeds) for puzzle in puzzles}}

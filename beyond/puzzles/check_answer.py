@@ -14,46 +14,53 @@ import ast
 import difflib
 import json
 import os
-import shutil
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-import common.ranks
 from common.chapters import ROOT
 from common.options import Parser, UsageError, exit_on, int_at_least
-from prove import NotJudgedError, processes
-from prove.judge.table import (
-    NOT_SEEN,
-    RIGHT,
-    WARNING,
-    WRONG,
-    Check,
-    NotObservedError,
-    ReportRow,
-    format_table,
-)
-from prove.options import parse_args
-from prove.prover import prove
-from traces import (
-    PUZZLES,
-    Puzzle,
-    ScriptError,
-    Trace,
-    dealt_differently,
-    difference,
-    reference,
-    scratch,
-    traces,
-)
+
+sys.path.append(str(ROOT / "packages" / "prove" / "evidence"))
+
+from cases import NOT_SEEN, PROOF, WARNING, WRONG, Story, stories
+from run_prove import Answer, run_prove
+from traces import FailedError, Start, Trace, traces
 
 RUNS = ROOT / "runs" / "puzzles"
 COST = ROOT / "benchmarks" / "results" / "puzzles.json"
+EQUAL = 1e-9  # of the length of the weights, in float64: the mistakes change a step by 1e-5 or more
 MOST_LINES = 16  # that an answer adds or removes
-TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node=2")
+
+
+class Puzzle(NamedTuple):
+    """A mistake that somebody reported, and what the reader is told of it."""
+
+    story: Story
+    number: int
+    style: str
+    belongs_to: str  # the page that teaches what one must know
+    rows: list[str]  # of prove, which the answer turns right
+    why_unseen: str  # if no row says WRONG
+    measure: str  # what main() returns
+    ranks_draw_apart: bool = False  # two ranks draw other random numbers than one
+    order_is_free: bool = False  # two ranks may take the samples in another order than one
+
+    @property
+    def purpose(self) -> str:
+        return ast.get_docstring(ast.parse(self.story.script)) or ""
+
+
+PUZZLES = sorted(
+    (Puzzle(story, **story.puzzle) for story in stories("puzzles")), key=lambda each: each.number
+)
 
 
 class Verdict(NamedTuple):
@@ -61,15 +68,36 @@ class Verdict(NamedTuple):
     text: str
 
 
+class ScriptError(Exception):
+    """The script fails; the text is one line."""
+
+
 # What is right
 
 
-def prove_rows(script: Path) -> list[ReportRow]:
-    with scratch(script) as name:
-        try:
-            return prove(parse_args([*TORCHRUN, name]), lambda _: None)
-        except (NotJudgedError, NotObservedError) as error:
-            raise ScriptError(str(error)) from None
+def prove_answer(source: str) -> Answer:
+    answer = run_prove(source)
+    if answer.error:
+        raise ScriptError(answer.error)
+    return answer
+
+
+def run(source: str, ranks: int, in_float64: bool = True, seed: int = 0) -> list[Trace]:
+    """Of each rank. Raises ScriptError: the script fails, or its ranks wait for each other."""
+    start = Start(ranks, in_float64=in_float64, seed=1000 * seed, as_program=False)
+    try:
+        of_ranks = traces(source, start)
+    except FailedError as error:
+        raise ScriptError(error.line) from None
+    if not all(isinstance(trace.result, int | float) for trace in of_ranks):
+        raise ScriptError("main() has to stay, and to return the number that it prints last")
+    return of_ranks
+
+
+@cache
+def reference(source: str) -> Trace:
+    """One process in float64, before any change: it averages nothing, so it has no mistake."""
+    return run(source, ranks=1)[0]
 
 
 def changed_lines(before: str, after: str) -> int:
@@ -77,39 +105,37 @@ def changed_lines(before: str, after: str) -> int:
     return sum(line[0] in "+-" for line in list(lines)[2:])
 
 
-def judge(puzzle: Puzzle, script: Path) -> Verdict:
+def judge(puzzle: Puzzle, source: str) -> Verdict:
     """Is this script what the puzzle's should have been?"""
-    source = read(script)
-    if (changed := changed_lines(puzzle.path.read_text(), source)) > MOST_LINES:
+    if (changed := changed_lines(puzzle.story.script, source)) > MOST_LINES:
         return Verdict(False, f"{changed} lines are changed, and {MOST_LINES} are enough")
     try:
-        return judge_runs(puzzle, script)
+        return judge_runs(puzzle, source)
     except ScriptError as error:
         return Verdict(False, f"the script fails: {error}")
 
 
-def judge_runs(puzzle: Puzzle, script: Path) -> Verdict:
-    right, one = reference(puzzle.path), traces(script, ranks=1)[0]
+def judge_runs(puzzle: Puzzle, source: str) -> Verdict:
+    right, one = reference(puzzle.story.script), run(source, ranks=1)[0]
     if text := difference(one, right):
         more = ". Other noise may be right elsewhere, but here" if puzzle.ranks_draw_apart else ""
         more += " rank 0 must draw what one rank draws" if more else ""
         return Verdict(False, f"one rank alone no longer computes what it did: {text}{more}")
-    if text := compare_ranks(puzzle, one, *traces(script, ranks=2)):
+    if text := compare_ranks(puzzle, one, *run(source, ranks=2)):
         return Verdict(False, text)
-    rows = prove_rows(script)
-    said = {row.check for row in rows if row.verdict == WRONG}
-    said |= {row.check for row in rows if row.check in puzzle.rows and row.verdict != RIGHT}
-    said |= {row.check for row in rows if row.check == Check.ONE_RANK and row.verdict == NOT_SEEN}
+    answer = prove_answer(source)
+    said = set(answer.checks(WRONG)) | ({PROOF} & set(answer.checks(NOT_SEEN)))
+    said |= {check for check in puzzle.rows if check in answer.evidence}
     if said:
         return Verdict(False, f"prove still objects to: {', '.join(sorted(said))} (see HINT=1)")
-    return Verdict(True, puzzle.mistake)
+    return Verdict(True, puzzle.story.mistake)
 
 
 def compare_ranks(puzzle: Puzzle, one: Trace, first: Trace, second: Trace) -> str:
     """What two ranks compute else than one rank of the same script; nothing if they agree."""
     if not (puzzle.ranks_draw_apart or puzzle.order_is_free):
         for trace in (first, second):
-            if text := difference(trace._replace(result=first.result), one):
+            if text := difference(replace(trace, result=first.result), one):
                 return f"two ranks do not compute what one rank computes: {text}"
         return ""
     if text := difference(second, first):
@@ -119,6 +145,32 @@ def compare_ranks(puzzle: Puzzle, one: Trace, first: Trace, second: Trace) -> st
     draws = [*first.draws, *second.draws]
     if puzzle.ranks_draw_apart and (again := len(draws) - len({*draws})):
         return f"in {again} of {len(draws)} steps of the ranks, the noise has been drawn before"
+    return ""
+
+
+def dealt_differently(ranks: list[Trace], one: Trace) -> str:
+    """Whether the ranks together take not each sample of one rank once; nothing if they do."""
+    if len(ranks[0].weights) != len(one.weights):
+        return f"{len(ranks[0].weights)} optimizer steps, expected {len(one.weights)}"
+    taken, expected = Counter(x for rank in ranks for x in rank.samples), Counter(one.samples)
+    if taken == expected:
+        return ""
+    left_out, again = (expected - taken).total(), (taken - expected).total()
+    return f"of {expected.total()} samples, {left_out} are left out, and {again} come again"
+
+
+def difference(trace: Trace, right: Trace) -> str:
+    """What another rank, or another script, computed else; nothing if they agree."""
+    if len(trace.weights) != len(right.weights):
+        return f"{len(trace.weights)} optimizer steps, expected {len(right.weights)}"
+    for step, (mine, expected) in enumerate(zip(trace.weights, right.weights, strict=True), 1):
+        if mine.shape != expected.shape:
+            return f"{mine.numel()} weights in step {step}, expected {expected.numel()}"
+        apart = (mine - expected).norm() / expected.norm()
+        if not apart <= EQUAL:  # nan is not, either
+            return f"after step {step} of {len(right.weights)}, the weights differ by {apart:.0e}"
+    if not abs(trace.result - right.result) <= EQUAL * abs(right.result):
+        return f"the last number is {trace.result:.6g}, expected {right.result:.6g}"
     return ""
 
 
@@ -140,9 +192,9 @@ def read(script: Path) -> str:
     return source
 
 
-def show(puzzle: Puzzle, script: Path) -> None:
+def show(puzzle: Puzzle, source: str) -> None:
     """What it prints on one rank, beside what it prints on two."""
-    one, two = (traces(script, ranks, in_float64=False)[0].printed for ranks in (1, 2))
+    one, two = (run(source, ranks, in_float64=False)[0].printed for ranks in (1, 2))
     print(f"Puzzle {puzzle.number}, {puzzle.style}. {puzzle.purpose}\n")
     columns = [("one rank prints", "two ranks print")]
     columns += zip_longest(one.splitlines(), two.splitlines(), fillvalue="")
@@ -180,8 +232,8 @@ def solved(folder: Path) -> set[int]:
 def hand_out(puzzle: Puzzle, copy: Path, folder: Path) -> int:
     with using(folder):
         copy.parent.mkdir(parents=True)
-        shutil.copy(puzzle.path, copy)
-    show(puzzle, copy)
+        copy.write_text(puzzle.story.script)
+    show(puzzle, puzzle.story.script)
     print(f"\nIts mistake is yours to find. Correct it in {os.path.relpath(copy)}, and type")
     print("the same once more. HINT=1 shows what prove says, and SHOW=1 this comparison.")
     return 0
@@ -189,14 +241,14 @@ def hand_out(puzzle: Puzzle, copy: Path, folder: Path) -> int:
 
 def decide(puzzle: Puzzle, copy: Path, folder: Path) -> int:
     before = solved(folder)  # first: a damaged file must not cost a verdict
-    verdict = judge(puzzle, copy)
+    verdict = judge(puzzle, read(copy))
     print(f"{'Right' if verdict.is_right else 'Not yet'}: {verdict.text}")
     if not verdict.is_right:
         return 1
     numbers = sorted(before | {puzzle.number})
     with using(folder):
         (folder / "solved.json").write_text(json.dumps(numbers))
-    print(f"What it cost: {cost(puzzle)}.\nReported in {puzzle.report}")
+    print(f"What it cost: {cost(puzzle)}.\nReported in {puzzle.story.report}")
     print(f"{len(numbers)} of {len(PUZZLES)} are solved.")
     return 0
 
@@ -218,20 +270,18 @@ def main() -> int:
         return 0
     puzzle = PUZZLES[args.number - 1]
     copy = args.folder / f"{puzzle.number:02}" / "train.py"
-    processes.preload()
-    common.ranks.start_method = "fork"  # torch is here already
     with using(args.folder):
         is_new = not copy.parent.exists()
     if is_new:
         return hand_out(puzzle, copy, args.folder)
-    read(copy)
+    source = read(copy)
     if args.hint:
-        rows = prove_rows(copy)
-        print(format_table(rows))
-        if not any(row.verdict in (WRONG, WARNING) for row in rows):
+        answer = prove_answer(source)
+        print(answer.printed.rstrip())
+        if not (answer.checks(WRONG) or answer.checks(WARNING)):
             print("prove has no objection: it sees the first steps of three epochs, nothing later")
     elif args.show:
-        show(puzzle, copy)
+        show(puzzle, source)
     else:
         return decide(puzzle, copy, args.folder)
     return 0

@@ -10,38 +10,38 @@ from typing import Any
 
 from benchmarks.result_files import load
 from common.chapters import load_program
-from prove.judge.table import WRONG
 from repository_pages import ROOT
 
 check_answer = load_program("beyond/puzzles", "check_answer")
-traces = load_program("beyond/puzzles", "traces")
 
 PAGE = ROOT / "beyond" / "puzzles" / "README.md"
 MARK = "<!-- docs/tools/write_puzzles.py writes what follows -->\n"
 TO_ROOT = Path("..", "..")
+MISTAKES = TO_ROOT / "packages" / "prove" / "evidence" / "mistakes"
 
 
 def found_by(puzzle: Any, runs: dict) -> str:
-    if runs[WRONG]:
-        return f"In prove's table: WRONG {', '.join(runs[WRONG])}."
+    if runs["WRONG"]:
+        return f"In prove's table: WRONG {', '.join(runs['WRONG'])}."
     if puzzle.rows:
         return f"In prove's table: only a warning, {', '.join(puzzle.rows)}."
     return f"In prove's table: nothing. {puzzle.why_unseen}"
 
 
 def answer(puzzle: Any, runs: dict) -> str:
-    repository, _, number = puzzle.report.removeprefix("https://github.com/").rsplit("/", 2)
+    story = puzzle.story
+    repository, _, number = story.report.removeprefix("https://github.com/").rsplit("/", 2)
     return f"""
 <details>
 <summary>Answer {puzzle.number}: {puzzle.style}</summary>
 
-{puzzle.mistake} {found_by(puzzle, runs)}
+{story.mistake} {found_by(puzzle, runs)}
 
-What it cost: {check_answer.cost(puzzle)}. Reported in [{repository}#{number}]({puzzle.report}).
+What it cost: {check_answer.cost(puzzle)}. Reported in [{repository}#{number}]({story.report}).
 
 <!-- an answer -->
 ```{"diff"}
-{puzzle.diff.rstrip()}
+{story.diff.rstrip()}
 ```
 
 </details>
@@ -51,13 +51,13 @@ What it cost: {check_answer.cost(puzzle)}. Reported in [{repository}#{number}]({
 def page_part() -> str:
     results = load(check_answer.COST.stem)
     rows = "".join(
-        f"| {p.number} | [{p.style}]({p.script}) | {p.purpose} "
+        f"| {p.number} | [{p.style}]({MISTAKES}/{p.story.name}/train.py) | {p.purpose} "
         f"| [{title(TO_ROOT / p.belongs_to)}]({TO_ROOT / p.belongs_to}) |\n"
-        for p in traces.PUZZLES
+        for p in check_answer.PUZZLES
     )
     seeds = len(results["puzzles"]["1"]["with"])
     origin, costs = results["provenance"], TO_ROOT / check_answer.COST.relative_to(ROOT)
-    answers = "".join(answer(p, results["puzzles"][str(p.number)]) for p in traces.PUZZLES)
+    answers = "".join(answer(p, results["puzzles"][str(p.number)]) for p in check_answer.PUZZLES)
     return f"""{MARK}
 | N | script | what it does | what you need to know |
 |---|---|---|---|

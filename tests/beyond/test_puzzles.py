@@ -9,16 +9,14 @@ from statistics import mean, stdev
 
 import pytest
 
-import common.ranks
 import write_puzzles
 from common.chapters import ROOT, load_program
 from helpers.local_ranks import SECONDS, process_context, run_script, use_default_start_method
 from helpers.machine import patience, scratch_folder
 from helpers.stage_files import replace_once
 
-traces = load_program("beyond/puzzles", "traces")
 check_answer = load_program("beyond/puzzles", "check_answer")
-PUZZLES = {puzzle.number: puzzle for puzzle in traces.PUZZLES}
+PUZZLES = {puzzle.number: puzzle for puzzle in check_answer.PUZZLES}
 each_puzzle = pytest.mark.parametrize("number", PUZZLES)
 
 STEP = re.compile(r"^( +)[\w.]*(?:step|scaler\.update)\(.*\)$", re.M)
@@ -73,10 +71,10 @@ HALF_ANSWERS = {  # that look like answers
 
 
 def wrong_answers(puzzle) -> dict[str, str]:
-    source = puzzle.path.read_text()
+    source = puzzle.story.script
     emptied = STEP.sub(r"\1pass", source)
     assert emptied != source
-    moved = replace_once(puzzle.answer, MOVED[puzzle.number])
+    moved = replace_once(puzzle.story.cure, MOVED[puzzle.number])
     wrong = {"nothing": f"{source}\n# looks right to me\n", "moved": moved, "emptied": emptied}
     if puzzle.number in HALF_ANSWERS:
         wrong["half"] = replace_once(source, *HALF_ANSWERS[puzzle.number])
@@ -87,14 +85,12 @@ def _judge(number: int, sources: dict[str, str], file: Path) -> None:
     """In a fork that has imported torch, and whose ranks are forks of it."""
     use_default_start_method()
     os.environ["OMP_NUM_THREADS"] = "1"
-    common.ranks.start_method = "fork"
     os.chdir(file.parent)
     for descriptor in range(3):
         os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
     verdicts = {}
     for name, source in sources.items():
-        Path("train.py").write_text(source)
-        verdicts[name] = check_answer.judge(PUZZLES[number], Path("train.py").resolve())
+        verdicts[name] = check_answer.judge(PUZZLES[number], source)
     file.write_text(json.dumps(verdicts))
 
 
@@ -112,9 +108,9 @@ def verdicts(number: int, sources: dict[str, str]) -> dict[str, tuple[bool, str]
 @each_puzzle
 def test_the_answer_is_right_and_three_others_are_refused(number):
     puzzle = PUZZLES[number]
-    sources = {"ours": puzzle.answer, **wrong_answers(puzzle)}
+    sources = {"ours": puzzle.story.cure, **wrong_answers(puzzle)}
     if number in OTHER_ANSWERS:
-        sources["other"] = replace_once(puzzle.path.read_text(), *OTHER_ANSWERS[number])
+        sources["other"] = replace_once(puzzle.story.script, *OTHER_ANSWERS[number])
     said = verdicts(number, sources)
     right = {name for name, (is_right, _) in said.items() if is_right}
     assert right == {"ours", "other"} & {*sources}, said
@@ -128,13 +124,13 @@ def test_the_answer_is_right_and_three_others_are_refused(number):
 @each_puzzle
 def test_a_script_is_short_and_its_report_public(number):
     puzzle = PUZZLES[number]
-    assert 40 <= len(puzzle.path.read_text().splitlines()) <= 60
+    assert 40 <= len(puzzle.story.script.splitlines()) <= 60
     assert (
-        check_answer.changed_lines(puzzle.path.read_text(), puzzle.answer)
+        check_answer.changed_lines(puzzle.story.script, puzzle.story.cure)
         <= check_answer.MOST_LINES // 2
     )
-    faults = json.loads((ROOT / "packages/prove/evidence/reported/reported.json").read_text())
-    assert puzzle.report in {fault["report"] for fault in faults}
+    reported = check_answer.stories("reported-50", "reported-20")
+    assert puzzle.story.report in {story.report for story in reported}
 
 
 TAUGHT = {  # what a reader cannot guess, and where the list of the puzzles sends to learn it
@@ -164,12 +160,13 @@ def test_the_notebook_has_four_of_the_scripts_as_they_are():
     cells = [source.split("\n", 1) for source in sources if source.startswith("%%puzzle")]
     assert len(cells) == 4
     for first, script in cells:
-        assert f"{script}\n" == PUZZLES[int(first.split()[1])].path.read_text(), first
+        assert f"{script}\n" == PUZZLES[int(first.split()[1])].story.script, first
 
 
 def test_prove_finds_eight_of_twelve_and_two_need_thought_beyond_it():
     counted = json.loads(check_answer.COST.read_text())["puzzles"]
-    assert len(PUZZLES) == len(counted) == len({puzzle.style for puzzle in traces.PUZZLES}) == 12
+    styles = {puzzle.style for puzzle in check_answer.PUZZLES}
+    assert len(PUZZLES) == len(counted) == len(styles) == 12
     wrong = {int(number) for number, runs in counted.items() if runs["WRONG"]}
     unseen = {number for number, puzzle in PUZZLES.items() if not puzzle.rows}
     assert len(wrong) >= 8
@@ -229,7 +226,7 @@ def test_a_reader_gets_a_script_corrects_it_and_is_told_what_it_cost(tmp_path):
 
     copy = tmp_path / "03" / "train.py"
     status, output = puzzle_3()
-    assert (status, copy.read_text()) == (0, PUZZLES[3].path.read_text())
+    assert (status, copy.read_text()) == (0, PUZZLES[3].story.script)
     assert re.search(r"one rank prints +two ranks print\n +epoch 0: .+ epoch 0: ", output)
     status, output = puzzle_3()
     assert (status, output[:8]) == (1, "Not yet:")
@@ -238,7 +235,7 @@ def test_a_reader_gets_a_script_corrects_it_and_is_told_what_it_cost(tmp_path):
 
     copy.write_text("def main(:\n")
     assert puzzle_3() == (2, "error: 03/train.py, line 1: invalid syntax\n")
-    copy.write_text(PUZZLES[3].path.read_text().replace("DDP(nn", "DDP(nm"))
+    copy.write_text(PUZZLES[3].story.script.replace("DDP(nn", "DDP(nm"))
     status, output = puzzle_3()
     assert (status, output.count("\n")) == (1, 1)
     assert "NameError: name 'nm' is not defined" in output
@@ -247,11 +244,11 @@ def test_a_reader_gets_a_script_corrects_it_and_is_told_what_it_cost(tmp_path):
     assert (status, output.count("\n")) == (2, 1)
     assert output.startswith("error: 03/train.py is gone")
 
-    copy.write_text(PUZZLES[3].answer, encoding="utf-8-sig")  # as some editors write
+    copy.write_text(PUZZLES[3].story.cure, encoding="utf-8-sig")  # as some editors write
     status, output = puzzle_3()
     assert (status, output[:6]) == (0, "Right:")
     assert "What it cost: test loss " in output
-    assert PUZZLES[3].report in output
+    assert PUZZLES[3].story.report in output
     assert output.endswith("1 of 12 are solved.\n")
     [(_, output)] = run_script("beyond/puzzles/check_answer.py", f"--folder={tmp_path}")
     assert [line.split()[0] for line in output.splitlines() if "  solved  " in line] == ["3"]

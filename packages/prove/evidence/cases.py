@@ -1,13 +1,20 @@
 """What is judged: scripts with a mistake and without one, each with what prove must say of it."""
 
+import json
+import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from generate import generate
 from planted.mistakes import HARMLESS, MISTAKES, Mistake
 
 HERE = Path(__file__).resolve().parent
 RIGHT, WRONG, WARNING, NOT_SEEN = "right", "WRONG", "warning", "not seen"
 PROOF = "one rank"  # the row that says whether the training as a whole is right
+MISTAKES_OF_OTHERS = HERE / "mistakes"
+SEEDS = 300
 TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node=2")
 
 
@@ -36,6 +43,75 @@ def replace_once(text: str, *changes: tuple[str, str]) -> str:
     return text
 
 
+def apply_diff(text: str, diff: str) -> str:
+    """What `patch` would make of it. Raises ValueError: a part is not, once, in the text."""
+    for part in re.split(r"^@@ .*@@.*\n", diff, flags=re.M)[1:]:
+        lines = part.splitlines(keepends=True)
+        old, new = ("".join(line[1:] for line in lines if line[0] in kind) for kind in (" -", " +"))
+        text = replace_once(text, (old, new))
+    return text
+
+
+# Mistakes that others reported: one folder each, with train.py, cure.diff and about.json
+
+
+@dataclass(frozen=True)
+class Story:
+    """A mistake that somebody reported, as a small script that makes it, and once more cured."""
+
+    name: str
+    set: str
+    kind: str
+    report: str  # its address
+    mistake: str
+    puzzle: dict = field(default_factory=dict)  # what a reader who searches for it is told
+
+    @property
+    def script(self) -> str:
+        return (MISTAKES_OF_OTHERS / self.name / "train.py").read_text()
+
+    @property
+    def diff(self) -> str:
+        return (MISTAKES_OF_OTHERS / self.name / "cure.diff").read_text()
+
+    @property
+    def cure(self) -> str:
+        return apply_diff(self.script, self.diff)
+
+
+def story(name: str) -> Story:
+    about = json.loads((MISTAKES_OF_OTHERS / name / "about.json").read_text())
+    return Story(name, **about)
+
+
+def stories(*sets: str) -> list[Story]:
+    """Those of these sets by name: reported-50, reported-20, puzzles."""
+    names = sorted(folder.name for folder in MISTAKES_OF_OTHERS.iterdir())
+    return [each for each in map(story, names) if each.set in sets]
+
+
+def story_case(story: Story) -> Case:
+    """As a user types it; a script that spawns its ranks is told how many."""
+    script = story.script
+    command = (*TORCHRUN, "train.py")
+    if "mp.spawn(" in script:
+        command = ("python", "train.py", "--world-size", "2")
+    return Case(story.name, script, command=command, cure=story.cure, hashes_differ=True)
+
+
+# Scripts that are generated from a seed, and right
+
+
+def generated_case(seed: int, verdict: str = RIGHT, **changes: Any) -> Case:
+    """changes: what is generated in place of the right script."""
+    script = generate(seed, **changes)
+    options = ["--timeout=60"]
+    if script.alone:
+        options.append(f"--alone={script.alone.replace('python', sys.executable)}")
+    command = tuple(script.command)
+    return Case(str(seed), script.text, verdict, command=command, options=tuple(options))
+
+
 # Mistakes that are planted in five scripts that are right
 
 
@@ -52,7 +128,7 @@ def planted_mistakes() -> list[Mistake]:
     return [*MISTAKES, *HARMLESS]
 
 
-def planted() -> list[Case]:
+def planted() -> dict[str, Case]:
     """Each mistake in its script, and the scripts alone."""
     patience = "--timeout=20"
     cases = []
@@ -72,4 +148,4 @@ def planted() -> list[Case]:
             command = (*TORCHRUN[:-1], f"--nproc-per-node={ranks}", "train.py")
             name = f"clean {file.stem}, {ranks} ranks"
             cases.append(Case(name, file.read_text(), command=command, options=(patience,)))
-    return cases
+    return {case.name: case for case in cases}

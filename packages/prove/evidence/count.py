@@ -2,97 +2,145 @@
 
     python packages/prove/evidence/count.py planted               # all that were planted
     python packages/prove/evidence/count.py planted no set_epoch  # with these words in the name
+    python packages/prove/evidence/count.py broken 0-49 --json some.json
 
-Each answer is written into results/WHAT.json as soon as it is there; answers that are there from
-another count, and are not counted again, stay. --resume counts only what is not there yet.
+    planted    mistakes that we planted in five right scripts, and right scripts
+    reported   mistakes that others reported, each once more cured
+    puzzles    those that readers search for, each once more cured
+    generated  right scripts, each generated from a seed
+    faulty     the same, whose loss is divided by a local count
+    broken     the same, each with a mistake that changes its weights
+    oracle     are the generated scripts right? Shown in float64, without prove
+
+All of a kind are written to results/KIND.json, a part of them only to a file that is named; a file
+is written after each answer, and what it has of others stays. --resume counts what it has not yet.
 """
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from cases import HERE, RIGHT, Case, planted
-from run_prove import Answer, in_parallel, run_prove
+from break_scripts import search
+from cases import HERE, SEEDS, generated_case, planted, stories, story, story_case
+from judge import Counted, judge
+from oracle import compare
+from reported_page import write_page
+from run_prove import in_parallel
 
 RESULTS = HERE / "results"
 
 
-class Counted(NamedTuple):
-    """What a case came to, in a few words, and the answers that say so."""
-
-    outcome: str
-    is_as_expected: bool
-    answers: dict[str, Answer]  # "script" and, if it is judged too, "cure"
+def judge_planted(name: str) -> Counted:
+    return judge(planted()[name])
 
 
-def judge(case: Case) -> Counted:
-    answer = run_prove(case.script, case.command, case.options, case.files, case.hashes_differ)
-    is_said = not case.check or case.check in answer.checks(case.verdict)
-    if case.verdict == RIGHT:
-        is_said &= bool(answer.rows) and not answer.error and not answer.is_wrong
-        outcome = "right" if is_said else "called WRONG"
-    else:
-        outcome = f"found as {case.verdict}" if is_said else "missed"
-    return Counted(outcome, is_said, {"script": answer})
+def judge_story(name: str) -> Counted:
+    return judge(story_case(story(name)))
 
 
-def chosen(what: str, words: str) -> list[Case]:
-    return [case for case in planted() if words in case.name]
+def judge_generated(name: str) -> Counted:
+    return judge(generated_case(int(name)))
 
 
-def commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, cwd=HERE, capture_output=True, text=True).stdout.strip()
+def judge_faulty(name: str) -> Counted:
+    return judge(generated_case(int(name), "WRONG", fault=True))
 
 
-def write(file: Path, results: dict[str, dict]) -> dict:
+def search_mistake(name: str) -> Counted:
+    return search(int(name))
+
+
+def compare_with_one_process(name: str) -> Counted:
+    return compare(int(name))
+
+
+class Kind(NamedTuple):
+    names: list[str]
+    judge: Callable[[str], Counted]
+
+
+def kinds() -> dict[str, Kind]:
+    seeds = [str(seed) for seed in range(SEEDS)]
+    of_others = [each.name for each in stories("reported-50", "reported-20")]
+    return {
+        "planted": Kind([*planted()], judge_planted),
+        "reported": Kind(of_others, judge_story),
+        "puzzles": Kind([each.name for each in stories("puzzles")], judge_story),
+        "generated": Kind(seeds, judge_generated),
+        "faulty": Kind(seeds, judge_faulty),
+        "broken": Kind(seeds, search_mistake),
+        "oracle": Kind(seeds, compare_with_one_process),
+    }
+
+
+def chosen(names: list[str], words: list[str]) -> list[str]:
+    """These names or seeds, such as 7 or 0-49; or else the names that have these words in them."""
+    wanted = set()
+    for word in words:
+        ends = re.fullmatch(r"(\d+)-(\d+)", word)
+        wanted |= {str(n) for n in range(int(ends[1]), int(ends[2]) + 1)} if ends else {word}
+    exactly = [name for name in names if name in wanted]
+    return exactly or [name for name in names if " ".join(words) in name]
+
+
+def write(file: Path | None, results: dict[str, dict]) -> dict:
     """Returns how many cases have each outcome."""
     outcomes = dict(Counter(each["outcome"] for each in results.values()).most_common())
+    git = ["git", "rev-parse", "--short", "HEAD"]
     summary = {
         "date": date.today().isoformat(),
         "torch": torch.__version__,
-        "commit": commit(),
+        "commit": subprocess.run(git, cwd=HERE, capture_output=True, text=True).stdout.strip(),
         "outcomes": outcomes,
         "cases": results,
     }
-    file.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
+    if file:
+        file.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
     return outcomes
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("planted",))
-    parser.add_argument("words", nargs="*", help="of a name; default: all cases")
-    parser.add_argument("--jobs", type=int, default=3, help="at a time; ranks mostly wait")
-    parser.add_argument("--json", type=Path, help="default: results/WHAT.json")
+    known = kinds()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kind", choices=known)
+    parser.add_argument("words", nargs="*", help="of names, or seeds; default: all")
+    parser.add_argument("--jobs", type=int, default=3, help="at a time: ranks mostly wait")
+    parser.add_argument("--json", type=Path, help="default: results/KIND.json, if all are counted")
     parser.add_argument("--resume", action="store_true", help="only what the file has not yet")
-    args = parser.parse_args()
-    file = args.json or RESULTS / f"{args.what}.json"
-    results = json.loads(file.read_text())["cases"] if file.exists() else {}
-    words = " ".join(args.words)
-    cases = chosen(args.what, words)
-    if not cases:
-        parser.error(f"no case has {words!r} in its name, expected a part of one")
-    cases = [case for case in cases if not (args.resume and case.name in results)]
+    args = parser.parse_intermixed_args()
+    kind = known[args.kind]
+    names = chosen(kind.names, args.words) if args.words else kind.names
+    if not names:
+        given = " ".join(args.words)
+        parser.error(f"no {args.kind} case is called {given!r}, expected a name or a part of one")
+    file = args.json or (None if args.words else RESULTS / f"{args.kind}.json")
+    results = json.loads(file.read_text()).get("cases", {}) if file and file.exists() else {}
+    outcomes: dict[str, int] = {}
     unexpected = 0
-    outcomes = {}
-    for case, counted in in_parallel(judge, cases, args.jobs):
-        answers = {name: answer.as_json() for name, answer in counted.answers.items()}
-        results[case.name] = {"outcome": counted.outcome, **answers}
+    names = [name for name in names if not (args.resume and name in results)]
+    for name, counted in in_parallel(kind.judge, names, args.jobs):
+        answers = {key: answer.as_json() for key, answer in counted.answers.items()}
+        results[name] = {"outcome": counted.outcome, **counted.facts, **answers}
         outcomes = write(file, results)
         unexpected += not counted.is_as_expected
-        print(f"{counted.outcome}: {case.name}")
+        print(f"{counted.outcome}: {name}")
         for answer in counted.answers.values():
             lines = [*answer.lines, *([f"error: {answer.error}"] if answer.error else [])]
             print("".join(f"    {line}\n" for line in lines), end="", flush=True)
     print(f"{outcomes}, {unexpected} not as expected")
+    if args.kind == "reported":
+        write_page()
     return int(unexpected > 0)
 
 

@@ -49,7 +49,7 @@ class Answer:
 
     @property
     def is_proven(self) -> bool:
-        """Nothing is WRONG, and one rank computes the same."""
+        """Nothing is WRONG, and one rank computes the same in all that was compared."""
         verdicts = {verdict for verdict, checks in self.rows.items() if PROOF in checks}
         return verdicts == {RIGHT} and not self.is_wrong
 
@@ -80,13 +80,14 @@ def run_prove(
     """files: more texts, which lie beside the script under these names."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="case-") as name:
-        home, table, log = Path(name, "home"), Path(name, "table.json"), Path(name, "log")
+        home, table = Path(name, "home"), Path(name, "table.json")
+        out, error = Path(name, "out"), Path(name, "error")
         home.mkdir()
         for file, text in {"train.py": script, **(files or {})}.items():
             (home / file).write_text(text)
         words = [sys.executable if word == "python" else word for word in command]
         arguments = [f"--json={table}", *options, *words]
-        process = fork.Process(target=_prove, args=(home, log, arguments, hashes_differ))
+        process = fork.Process(target=_prove, args=(home, (out, error), arguments, hashes_differ))
         process.start()
         process.join(SECONDS)
         is_late = process.is_alive()
@@ -95,8 +96,8 @@ def run_prove(
             process.join(20)
             process.kill()
             process.join()
-        printed = log.read_text() if log.exists() else ""
-        written: dict = {"rows": [], "error": (printed.strip().splitlines() or [""])[-1]}
+        printed, said = (file.read_text() if file.exists() else "" for file in (out, error))
+        written: dict = {"rows": [], "error": (said.strip().splitlines() or ["no table"])[-1]}
         if table.exists():
             written = json.loads(table.read_text())
     rows: dict[str, list[str]] = {}
@@ -114,14 +115,16 @@ def run_prove(
     )
 
 
-def _prove(home: Path, log: Path, arguments: list[str], hashes_differ: bool) -> None:
+def _prove(
+    home: Path, outputs: tuple[Path, Path], arguments: list[str], hashes_differ: bool
+) -> None:
     """`python -m prove` in this folder, as a process that has just been forked."""
     os.chdir(home)
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     if not hashes_differ:
         os.environ["PYTHONHASHSEED"] = "0"
-    for number, file in ((0, Path(os.devnull)), (1, log), (2, log)):
-        os.dup2(os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
+    for number, file in enumerate((Path(os.devnull), *outputs)):
+        os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
     sys.argv = ["prove", *arguments]
     runpy.run_module("prove", run_name="__main__", alter_sys=True)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+import cases
 import prove
-from cases import planted as planted_cases
 from planted.mistakes import ONE_GPU
 from prove.judge.table import Check
 from prove_cases import PACKAGE, planted, training_of
 from prove_runs import TORCHRUN, run, verdict
 
-PLANTED = {case.name: case for case in planted_cases()}
+PLANTED = cases.planted()
 # Some of each script that mistakes are planted into, and of each check that no other test asks for,
 # with what prove says. `python evidence/count.py planted` judges all of them, for minutes.
 CHOSEN = {

@@ -6,62 +6,63 @@ import shutil
 
 import pytest
 
-from common.chapters import load_program
+import reported_page
+from cases import Story, apply_diff, stories, story, story_case
 from prove_runs import run
 
-count_seen = load_program("packages", "prove/evidence/reported/count_seen")
-PAIRS = count_seen.pairs()
+SETS = {"reported-50": "reported_before", "reported-20": "reported_before_second"}
+STORIES = stories(*SETS)
 REPRESENTATIVES = ("loss_times_ranks", "unwrapped_to_call", "stream_of_lines")
 
 
-def changed_lines(pair) -> int:
-    right, fault = (pair.source(name).splitlines() for name in ("right.py", "train.py"))
-    return sum(line[0] in "+-" for line in list(difflib.unified_diff(right, fault, n=0))[2:])
+def changed_lines(story: Story) -> int:
+    right, mistaken = story.cure.splitlines(), story.script.splitlines()
+    return sum(line[0] in "+-" for line in list(difflib.unified_diff(right, mistaken, n=0))[2:])
 
 
 def test_the_page_is_what_the_results_say(tmp_path, monkeypatch):
-    assert count_seen.PAGE.read_text() == count_seen.page()
-    shutil.copytree(count_seen.RESULTS, tmp_path / "results")
-    before = tmp_path / "results" / "before.json"
+    assert reported_page.PAGE.read_text() == reported_page.page()
+    shutil.copytree(reported_page.RESULTS, tmp_path / "results")
+    before = tmp_path / "results" / "reported_before.json"
     before.write_text(before.read_text().replace('"WRONG"', '"warning"', 1))
-    monkeypatch.setattr(count_seen, "RESULTS", tmp_path / "results")
-    assert count_seen.PAGE.read_text() != count_seen.page()
+    monkeypatch.setattr(reported_page, "RESULTS", tmp_path / "results")
+    assert reported_page.PAGE.read_text() != reported_page.page()
 
 
 def test_each_pair_was_counted():
-    """First in one of the first counts."""
-    names = sorted(pair.name for pair in PAIRS)
-    assert names == sorted(path.name for path in (count_seen.HERE / "pairs").iterdir())
-    assert names == sorted(count_seen.load("now")["pairs"])
-    first_counts = [count_seen.load(results)["pairs"] for results in count_seen.FIRST_COUNTS]
-    assert names == sorted(name for counted in first_counts for name in counted)
-    assert set(count_seen.load("torch_debug")["pairs"]) == set(first_counts[0])
+    """First in the first count of its set."""
+    assert {story.name for story in STORIES} == {*reported_page.load("reported")["cases"]}
+    for name, results in SETS.items():
+        assert len(stories(name)) == int(name.removeprefix("reported-"))
+        counted = {*reported_page.load(results)["cases"]}
+        assert {story.name for story in stories(name)} == counted
+    debugged = {*reported_page.load("reported_torch_debug")["cases"]}
+    assert debugged == {story.name for story in stories("reported-50")}
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
-def test_a_pair_has_a_public_report_and_differs_by_few_lines(pair):
-    assert pair.report.startswith("https://github.com/")
-    assert pair.report.rsplit("/", 2)[1] in ("issues", "pull")
-    assert pair.fault.endswith(".")
-    assert 0 < changed_lines(pair) <= 12
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)
+def test_a_pair_has_a_public_report_and_differs_by_few_lines(story):
+    assert story.report.startswith("https://github.com/")
+    assert story.report.rsplit("/", 2)[1] in ("issues", "pull")
+    assert story.mistake.endswith(".")
+    assert 0 < changed_lines(story) <= 12
 
 
 def test_a_cure_is_put_in_at_one_place_only():
     diff = "--- a\n+++ b\n@@ -1,2 +1,2 @@\n one\n-two\n+three\n"
-    assert count_seen.apply_diff("zero\none\ntwo\n", diff) == "zero\none\nthree\n"
+    assert apply_diff("zero\none\ntwo\n", diff) == "zero\none\nthree\n"
     for source in ("one\n", "one\ntwo\none\ntwo\n"):
         with pytest.raises(ValueError, match="expected once"):
-            count_seen.apply_diff(source, diff)
+            apply_diff(source, diff)
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVES)
 def test_prove_repeats_the_verdicts_that_were_counted(name, tmp_path):
-    (pair,) = count_seen.pairs([name])
-    counted = count_seen.load("now")["pairs"][name]
-    for file, kind in (("train.py", "fault"), ("right.py", "cure")):
-        command = count_seen.command_of(pair.write_to(file, tmp_path))
-        run(tmp_path, "--json=table.json", *command)
+    case, counted = story_case(story(name)), reported_page.load("reported")["cases"][name]
+    for kind, script in (("script", case.script), ("cure", case.cure)):
+        (tmp_path / "train.py").write_text(script)
+        run(tmp_path, "--json=table.json", *case.command)
         rows = json.loads((tmp_path / "table.json").read_text())["rows"]
         wrong = {row["check"] for row in rows if row["verdict"] == "WRONG"}
         assert wrong == set(counted[kind]["rows"].get("WRONG", []))
-        assert bool(wrong) is (kind == "fault")
+        assert bool(wrong) is (kind == "script")

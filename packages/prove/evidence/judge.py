@@ -1,0 +1,61 @@
+"""Did prove say of a case what it must say?"""
+
+from dataclasses import dataclass, field
+
+from cases import PROOF, RIGHT, WRONG, Case
+from run_prove import Answer, run_prove
+
+
+@dataclass
+class Counted:
+    """What a case came to, in a few words, and the answers that say so."""
+
+    outcome: str
+    is_as_expected: bool
+    answers: dict[str, Answer] = field(default_factory=dict)  # "script", and "cure" if judged
+    facts: dict = field(default_factory=dict)
+
+
+def run_case(case: Case, script: str) -> Answer:
+    return run_prove(script, case.command, case.options, case.files, case.hashes_differ)
+
+
+def judge(case: Case) -> Counted:
+    answer = run_case(case, case.script)
+    if case.cure:
+        cured = run_case(case, case.cure)
+        outcome = f"{said_of_mistake(answer, cured)}; {said_of_cure(cured)}"
+        return Counted(outcome, not cured.is_wrong, {"script": answer, "cure": cured})
+    is_said = is_as_expected(case, answer)
+    if case.verdict != RIGHT:
+        outcome = f"found as {case.verdict}" if is_said else "missed"
+    elif answer.is_wrong:
+        outcome = "called WRONG"
+    else:
+        outcome = "proven" if answer.is_proven else "not proven"
+    return Counted(outcome, is_said, {"script": answer})
+
+
+def is_as_expected(case: Case, answer: Answer) -> bool:
+    """The row that is named has this verdict; and nothing is WRONG of what is right."""
+    if case.verdict == RIGHT and (answer.error or answer.is_wrong):
+        return False
+    said = answer.checks(case.verdict)
+    return case.check in said if case.check else bool(said)
+
+
+def said_of_mistake(script: Answer, cured: Answer) -> str:
+    """It is seen if a row is WRONG, or gives a warning that the cured script has not."""
+    if not script.rows:
+        return "no table"
+    if script.is_wrong:
+        return f"**WRONG** {', '.join(script.checks(WRONG))}"
+    return ", ".join(f"warning {check}" for check in script.new_warnings(cured)) or "missed"
+
+
+def said_of_cure(cured: Answer) -> str:
+    if not cured.rows:
+        return "no table"
+    if cured.is_wrong:
+        return f"**false** {', '.join(cured.checks(WRONG))}"
+    return "proven" if PROOF in cured.checks(RIGHT) else "not proven"

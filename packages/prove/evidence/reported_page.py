@@ -1,0 +1,162 @@
+"""Write reported.md, the page of what prove says of mistakes that others reported.
+
+Each case is in one of the first counts, reported_before.json and reported_before_second.json in
+results, which were made before prove was changed for any of their cases and are not made again.
+Nor is reported_torch_debug.json, which is what TORCH_DISTRIBUTED_DEBUG=DETAIL prints for the cases
+of the first; its program is in commit 6fc7624.
+"""
+
+import json
+from collections.abc import Callable
+from typing import NamedTuple
+
+from cases import HERE, Story, stories
+from judge import said_of_cure, said_of_mistake
+from run_prove import Answer
+
+RESULTS, PAGE = HERE / "results", HERE / "reported.md"
+FIRST_COUNTS = ("reported_before", "reported_before_second")  # each case is in one of them
+INTRODUCTION = """\
+prove finds every mistake that we planted, but we knew them when we wrote it. So here are {pairs} \
+mistakes that others reported. We read each report and wrote a small script that makes the same \
+mistake, and once more cured: the two differ by a few lines. That each cure is right was shown \
+without prove, in float64 against one process that gets the samples of both ranks, or by counting \
+where it is about data.
+
+The first count was made before prove was changed for any of them. There are two sets, each with \
+a first count of its own: {sizes}. The second has kinds that the first lacks, such as optimizers \
+that communicate in `step()`, complex and sparse gradients, and rollouts instead of a loader. A \
+mistake is *seen* if prove says WRONG or gives a warning that the cured script has not. WRONG for \
+the cured script is a false alarm, and the script is *proven* if its row `one rank` is right.
+
+`python packages/prove/evidence/count.py reported` counts again, and writes this page.
+"""
+DEBUGGED = """\
+`TORCH_DISTRIBUTED_DEBUG=DETAIL` (torch {torch}), which checks that collectives match, says \
+something of {helped} of the {pairs} mistakes of the first set: an error, a hang, or a line that \
+sounds like a warning and that the cured script does not print. On CPUs it needed a hook, without \
+which DDP's constructor crashes. This was counted once; the program and its hook are in the \
+history: `git show 6fc7624:packages/prove/faults/run_faults.py`.
+
+TrainCheck 0.2.0 is not in the table. It installs beside torch 2.14, but here, without a GPU, \
+none of the scripts that we tried came through its instrumentation: it asks for the driver, and \
+without that line one script ended in a KeyError and another in a segmentation fault.
+"""
+
+
+class Pair(NamedTuple):
+    """What prove said of a script and of its cure."""
+
+    script: Answer
+    cure: Answer
+
+    @property
+    def is_seen(self) -> bool:
+        return self.script.is_wrong or bool(self.script.new_warnings(self.cure))
+
+    @property
+    def is_false_alarm(self) -> bool:
+        return self.cure.is_wrong
+
+    @property
+    def is_proven(self) -> bool:
+        return said_of_cure(self.cure) == "proven"
+
+    @property
+    def without_table(self) -> int:
+        return sum(not answer.rows for answer in self)
+
+    @property
+    def cell(self) -> str:
+        return f"{said_of_mistake(*self)}; {said_of_cure(self.cure)}"
+
+
+def load(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def pairs(counted: dict) -> dict[str, Pair]:
+    return {
+        name: Pair(Answer(**answers["script"]), Answer(**answers["cure"]))
+        for name, answers in counted["cases"].items()
+    }
+
+
+ROWS: dict[str, tuple[Callable[[Pair], int], int]] = {  # and of how many runs for each case
+    "mistakes seen": (lambda pair: pair.is_seen, 1),
+    "cured scripts called WRONG": (lambda pair: pair.is_false_alarm, 1),
+    "cured scripts proven on one rank": (lambda pair: pair.is_proven, 1),
+    "runs that ended without a table": (lambda pair: pair.without_table, 2),
+}
+
+
+def counts_table(first: dict, now: dict) -> list[str]:
+    """Of the cases that are in this first count."""
+    counts = {f"before: {len(first['cases'])} pairs": first, "now": now}
+    titles = [f"{name} ({of['date']}, `{of['commit']}`)" for name, of in counts.items()]
+    lines = [f"| prove | {' | '.join(titles)} |", "|---" * (1 + len(titles)) + "|"]
+    for label, (count_of, runs) in ROWS.items():
+        numbers = [
+            sum(count_of(pairs(of)[name]) for name in first["cases"]) for of in counts.values()
+        ]
+        cells = [f"{number} of {runs * len(first['cases'])}" for number in numbers]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return lines
+
+
+def debug_alarm(answers: dict) -> str:
+    """What DETAIL says of the mistake and not of the cure."""
+    script, cure = answers["script"], answers["cure"]
+    if cure is None:
+        return ""
+    if script["status"] is None and cure["status"] is not None:
+        return "hangs"
+    if script["status"] and not cure["status"]:
+        return "ends with an error"
+    news = [line for line in script["alarms"] if line not in cure["alarms"]]
+    return f"prints “{news[0].partition('Warning: ')[2][:80] or news[0][:80]}”" if news else ""
+
+
+def report_link(story: Story) -> str:
+    owner, repository, _, number = story.report.removeprefix("https://github.com/").split("/")
+    return f"[{owner}/{repository}#{number}]({story.report})"
+
+
+def page() -> str:
+    firsts = [load(name) for name in FIRST_COUNTS]
+    counted, debugged = load("reported"), load("reported_torch_debug")
+    before = pairs(firsts[0]) | pairs(firsts[1])
+    now = pairs(counted)
+    known = stories("reported-50", "reported-20")
+    rows = []
+    for story in sorted(known, key=lambda story: story.kind):
+        detail = "not counted"
+        if story.name in debugged["cases"]:
+            detail = debug_alarm(debugged["cases"][story.name]) or "nothing"
+        folder = f"mistakes/{story.name}"
+        scripts = f"[{story.name}]({folder}/train.py), [cure]({folder}/cure.diff)"
+        said = f"{story.mistake} {report_link(story)}"
+        cells = f"{before[story.name].cell} | {now[story.name].cell}"
+        rows.append(f"| {story.kind} | {said} | {scripts} | {cells} | {detail} |")
+    helped = sum(bool(debug_alarm(answers)) for answers in debugged["cases"].values())
+    sizes = " and ".join(f"{len(first['cases'])} pairs" for first in firsts)
+    tables = [line for first in firsts for line in (*counts_table(first, counted), "")]
+    columns = "prove before: mistake; cure | prove now: mistake; cure"
+    detail = DEBUGGED.format(helped=helped, pairs=len(debugged["cases"]), torch=debugged["torch"])
+    return "\n".join(
+        [
+            "# Mistakes that others reported",
+            "",
+            INTRODUCTION.format(pairs=len(known), sizes=sizes),
+            *tables,
+            detail,
+            f"| kind | what was reported | script | {columns} | DETAIL |",
+            "|---" * 6 + "|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def write_page() -> None:
+    PAGE.write_text(page())
