@@ -16,8 +16,8 @@ TYPED += $(wildcard packages/*/src/*/*.py packages/*/evidence/*.py)
 TYPED += $(wildcard $(addprefix packages/prove/src/prove/,checks/*.py judge/*.py watch/*.py))
 TYPED := $(filter-out %/train.py %/minimal.py, $(TYPED))
 
-.PHONY: help tour test format lint break puzzle check-pages bench gpu pictures notebooks bench-all faults
-.PHONY: shm-suite pages-quick pages site serve clean
+.PHONY: help tour test test-course test-prove test-shm format lint break puzzle check-pages bench
+.PHONY: gpu pictures notebooks bench-all faults shm-suite pages-quick pages site serve clean
 
 help:  ## this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "%-12s %s\n", $$1, $$2 }' Makefile
@@ -27,6 +27,15 @@ tour: $(VENV)/ready  ## run the five stages in order and compare them; FLAGS="--
 
 test: $(VENV)/ready  ## all tests; FLAGS="-k tour" runs some of them
 	$(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(FLAGS)
+
+test-course: $(VENV)/ready  ## the tests of the course, the roads and the workshop, without the two packages
+	$(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests $(FLAGS)
+
+test-prove: $(VENV)/ready  ## the tests of packages/prove alone
+	cd packages/prove && $(CURDIR)/$(RUN) -m pytest -n $(JOBS) $(FLAGS)
+
+test-shm: $(VENV)/ready  ## the tests of packages/shm alone
+	cd packages/shm && $(CURDIR)/$(RUN) -m pytest -n $(JOBS) --dist loadfile $(FLAGS)
 
 format: $(VENV)/ready  ## format all Python files, and mend what ruff can mend by itself
 	$(RUN) -m ruff format .

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+import cases
 import prove
-from cases import planted as planted_cases
 from planted.mistakes import ONE_GPU
 from prove.checks import CHECKS
 from prove.judge.table import ProofRow
 from prove_cases import PACKAGE, planted, training_of
 from prove_runs import TORCHRUN, run, verdict
 
-PLANTED = planted_cases()
+PLANTED = cases.planted()
 # Some of each script that mistakes are planted into, and of each check that no other test asks for,
 # with what prove says. `python evidence/count.py planted` judges all of them, for minutes.
 CHOSEN = {
@@ -58,7 +58,11 @@ def test_prove_finds_a_planted_mistake_and_calls_nothing_wrong_that_is_right(nam
 def test_every_check_is_asked_for_by_a_test():
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     planted_for = {PLANTED[name].check for name in CHOSEN}
-    names = [*(check.name for check in CHECKS), *(row.value for row in ProofRow), "the" + " control"]
+    names = [
+        *(check.name for check in CHECKS),
+        *(row.value for row in ProofRow),
+        "the" + " control",
+    ]
     assert [n for n in names if n not in planted_for and f'"{n}"' not in tests] == ["the control"]
 
 
