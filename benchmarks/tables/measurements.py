@@ -102,15 +102,16 @@ def gloo(results: Results) -> str:
         return f"{size >> 20} MiB" if size >= MIB else f"{size >> 10} KiB"
 
     sizes = {name(int(size)): rows for size, rows in results["all_reduce"].items()}
+    on_gpu = {size: rows for size, rows in sizes.items() if "cuda" in rows}  # not in a rehearsal
     return table_of_columns(
         {
             "on the CPU, ms": {
                 size: f"{rows['cpu']['step_ms']:.2f}" for size, rows in sizes.items()
             },
             "on the GPU, ms": {
-                size: f"{rows['cuda']['step_ms']:.2f}" for size, rows in sizes.items()
+                size: f"{rows['cuda']['step_ms']:.2f}" for size, rows in on_gpu.items()
             },
-            "GPU / CPU": {size: RATIO.format_map(rows["cuda"]) for size, rows in sizes.items()},
+            "GPU / CPU": {size: RATIO.format_map(rows["cuda"]) for size, rows in on_gpu.items()},
             "A/A": {size: RATIO.format_map(rows["A/A"]) for size, rows in sizes.items()},
         },
         "size",
