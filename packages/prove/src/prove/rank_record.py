@@ -334,14 +334,6 @@ class ScheduleRecord:
     total_steps: int = 0  # of OneCycleLR, which refuses to make more
 
 
-class Metric(NamedTuple):
-    """By which ReduceLROnPlateau decides."""
-
-    value: float
-    at: str
-    steps_before: int
-
-
 class DrawKey(NamedTuple):
     """Which of the calls that draw random numbers this is."""
 
@@ -428,7 +420,6 @@ class RankRecord:
     own_batch_size: int | None = None  # of the replaying rank, which gets larger ones
     other_shapes: dict[int, list[tuple]] = field(default_factory=dict)  # of its optimizers
     schedules: list[ScheduleRecord] = field(default_factory=list)  # in the order of first steps
-    metrics: list[Metric] = field(default_factory=list)
     evaluated: list[EvaluatedModule] = field(default_factory=list)
     # Of all parameters of the modules that are trained, by their keys: when the script first calls
     # one of them after so many steps, and at the end of the run.
