@@ -11,9 +11,10 @@
     watch/         what each rank does beside the script; random_state.py, its random numbers
     comparable.py  how tensors of any dtype and layout are compared
     rank_record.py what it writes down, and all that is known of it here
-    judge/         what the records say: rows of a table
+    checks/        what the run of all ranks says by itself: one module for each check
+    judge/         what several checks ask of the records, what a replay says, and the table
 
-Nothing in watch/ knows of judge/, nor the other way round.
+A check watches and judges. Beside it, nothing in watch/ knows of judge/, nor the other way round.
 """
 
 import json

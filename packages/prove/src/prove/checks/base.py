@@ -71,6 +71,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class Check:
+    """All of one check. A module may have two of one name, which judge at different stages."""
+
     name: str  # that the table prints
     says: type[Reason]
     judge: Callable[[Seen], list[ReportRow]]

@@ -65,11 +65,10 @@ def judge(seen: Seen) -> list[ReportRow]:
     return [warning(NAME, Says.LOSS_NOT_FINITE, **facts)]
 
 
-EMPTY_MEAN = Mistake(
-    name="a term of the loss is the mean of nothing",
-    script="plain",
-    verdict=WARNING,
-    check=NAME,
-    changes=((LOSS, f"{LOSS} + points[labels > 9].mean()"),),
-)
-CHECK = Check(NAME, Says, judge, Stage.STEPS, watch, planted=(EMPTY_MEAN,))
+PLANTED = (
+    Mistake(
+        "a term of the loss is the mean of nothing", "plain", WARNING, NAME,
+        ((LOSS, f"{LOSS} + points[labels > 9].mean()"),),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.STEPS, watch, planted=PLANTED)

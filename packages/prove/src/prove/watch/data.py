@@ -99,7 +99,7 @@ class ListedSampler:
         return len(self.batches)
 
     def __iter__(self) -> Iterator:
-        loader_pass: LoaderPass | None = getattr(self.loader, "prove_loader_pass", None)
+        loader_pass = last_pass(self.run, self.loader)
         if loader_pass is None or loader_pass.is_stream:
             yield from self.batches
             return
@@ -130,6 +130,12 @@ class ListedSampler:
         loader_pass.samples_file = file  # now that it is whole
 
 
+def last_pass(run: RankRun, loader: Any) -> LoaderPass | None:
+    """The last pass over this loader; None: it has not begun."""
+    passes = reversed(run.record.loader_passes)
+    return next((each for each in passes if each.loader == loader.prove_number), None)
+
+
 def batches_and_samples(loader: Any) -> tuple[int, int] | None:
     """How many a pass over a loader has; None: it does not say."""
     batches = loader.batch_sampler
@@ -149,13 +155,17 @@ class LoaderWatcher:
     def __init__(self, run: RankRun, model: ModelWatcher) -> None:
         self.run, self.model, self.steps, self.feeder = run, model, model.steps, model.feeder
         self.datasets: list[Any] = []  # held, so that no other one gets its place in memory
+        self.places: list[str] = []  # where each loader was made, by its number
+        self.asked_for_length: set[int] = set()  # the numbers of such loaders
         self.loader_passes_fed = 0  # in a replay, so far
         self.unused: dict[int, Any] = {}  # data sets that gave no batch yet, by loader
 
     def note_made(self, loader: Any) -> None:
+        object.__setattr__(loader, "prove_number", len(self.places))
+        self.places.append(where())
         if not any(loader.dataset is used for used in self.datasets):
             self.unused[loader.prove_number] = loader.dataset
-            self.run.record.unused_loaders[loader.prove_number] = loader.prove_at
+            self.run.record.unused_loaders[loader.prove_number] = self.places[-1]
 
     def note_used(self, loader: Any) -> None:
         """It may be another loader over the same data set, as Accelerate makes one."""
@@ -185,12 +195,10 @@ class LoaderWatcher:
                 loader_passes.pop()  # it gives nothing any more
                 run.end_early()
         loader_pass.epoch = epochs
-        object.__setattr__(loader, "prove_has_begun", training)
         if self.feeder and training:
             batches = self.batches_to_feed(self.feeder, loader, loader_pass)
             if batches is not None:
                 return batches
-        object.__setattr__(loader, "prove_loader_pass", loader_pass)
         with self.steps.draws.loading():
             iterator = recording_iterator(loader, iterate, run.settings.folder)
         loader_pass.base_seed = getattr(iterator, "_base_seed", None)
@@ -217,7 +225,7 @@ class LoaderWatcher:
         loader_pass = LoaderPass(
             number=len(record.loader_passes),
             loader=loader.prove_number,
-            at=loader.prove_at,
+            at=self.places[loader.prove_number],
             sampler=sampler,
             shuffle=shuffle,
             workers=loader.num_workers,
@@ -243,7 +251,7 @@ class LoaderWatcher:
         the same place."""
         if torch.is_grad_enabled():
             for earlier in self.run.record.loader_passes:
-                is_same_place = earlier.at == loader.prove_at
+                is_same_place = earlier.at == self.places[loader.prove_number]
                 is_made_again = is_same_place and earlier.loader != loader.prove_number
                 if is_made_again and earlier.with_gradients and earlier.dataset_length == length:
                     return earlier.dataset
@@ -269,7 +277,7 @@ class LoaderWatcher:
                 called = len(run.record.model_calls) > before
                 looks_ahead = not loader_pass.backwards and not called
             batch = None
-            if not self.is_enough(loader_pass, getattr(loader, "prove_was_asked", False)):
+            if not self.is_enough(loader_pass):
                 batch = next_batch(iterator, loader_pass, steps.draws)
             if batch is None:
                 if looks_ahead and loader_pass.with_gradients:
@@ -285,7 +293,7 @@ class LoaderWatcher:
             steps_of_others = run.record.steps - loader_pass.steps
             yield as_double(batch.batch) if run.settings.float64 else batch.batch
 
-    def is_enough(self, loader_pass: LoaderPass, was_asked: bool) -> bool:
+    def is_enough(self, loader_pass: LoaderPass) -> bool:
         """Has the script had its batches of this pass? Where several make one step, it gets more,
         but no more than its length, if the script has asked for that. (If this hides how the last
         window of an epoch ends, runs.py observes once more.)"""
@@ -294,7 +302,7 @@ class LoaderWatcher:
             return given >= self.most_batches(loader_pass.with_gradients)
         if given < batches:
             return False
-        if given == batches and not was_asked:
+        if given == batches and loader_pass.loader not in self.asked_for_length:
             loader_pass.accumulates = (
                 loader_pass.backwards > 0 and loader_pass.steps <= batches // 2
             )
@@ -345,8 +353,9 @@ class LoaderWatcher:
 
     def length(self, length: Callable, loader: Any) -> int:
         """In the place of a loader's own __len__."""
-        object.__setattr__(loader, "prove_was_asked", True)  # so it must give no more
-        if not getattr(loader, "prove_has_begun", False):
+        self.asked_for_length.add(loader.prove_number)  # so it must give no more
+        last = last_pass(self.run, loader)
+        if last is None or not last.with_gradients:
             self.run.record.asked_for_length = True  # a schedule may be made from it
         if self.feeder and (batches := self.feeder.batches_of(loader)) is not None:
             return batches
@@ -446,15 +455,10 @@ def recording_iterator(loader: Any, iterate: Callable, folder: str) -> Iterator:
 def watch_new_loaders(run: RankRun, watcher: LoaderWatcher) -> None:
     """Number the loaders, and list what their samplers draw."""
     index_sampler: Any = DataLoader._index_sampler
-    loaders = 0
 
     @wrap(DataLoader, "__init__")
     def init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-        nonlocal loaders
         original(self, *args, **kwargs)
-        object.__setattr__(self, "prove_number", loaders)
-        object.__setattr__(self, "prove_at", where())
-        loaders += 1
         watcher.note_made(self)
 
     DataLoader._index_sampler = property(  # type: ignore[assignment]
