@@ -163,8 +163,8 @@ def row_of_some_ranks(step: StepOfRanks) -> ReportRow | None:
 
 
 class Averaged(NamedTuple):
-    """Of a parameter: p.grad at a step, and what backward gave each rank. Projections, and a norm
-    to compare their differences with."""
+    """What p.grad is at a step, and what backward gave each rank, projected; and a norm with which
+    to compare their differences."""
 
     averaged: float
     local: list[float]
@@ -172,7 +172,7 @@ class Averaged(NamedTuple):
 
 
 def averages(step: StepOfRanks) -> list[Averaged]:
-    """Of the parameters that got a gradient on some rank: where none came, it was zero."""
+    """One Averaged per parameter with a gradient on some rank: where none came, it was zero."""
     pairs = zip(step.by_parameter("gradients"), step.by_parameter("local_gradients"), strict=True)
     scale = step.steps[0].loss_scale
     return [

@@ -56,7 +56,7 @@ def judge(seen: Seen) -> list[ReportRow]:
 
 
 def row_of_lengths(records: list[RankRecord], passes: list[LoaderPass], number: int) -> ReportRow:
-    """number: of these passes, among those over their data set."""
+    """Judge one pass of all ranks; number: of this pass, among those over its data set."""
     at = place_of(passes[0], number)
     listed = [loader_pass.batches for loader_pass in passes if loader_pass.batches is not None]
     given = [loader_pass.batches_given for loader_pass in passes]
@@ -83,7 +83,7 @@ def row_of_lengths(records: list[RankRecord], passes: list[LoaderPass], number: 
 
 
 def sizes_of(loader_pass: LoaderPass, is_cut: bool) -> list[int]:
-    """Of the batches that the script takes, also of those that we did not give it."""
+    """The sizes of all batches that the script takes, also of those that we did not give it."""
     if is_cut:
         return loader_pass.sizes[: loader_pass.batches_given]
     listed, samples = loader_pass.sizes, len(loader_pass.indices)

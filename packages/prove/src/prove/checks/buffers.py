@@ -45,7 +45,7 @@ def judge(seen: Seen) -> list[ReportRow]:
 
 
 def judge_outside_ddp(seen: Seen) -> list[ReportRow]:
-    """Such as running means of observations; of modules without parameters that are trained."""
+    """Compare buffers of modules that train nothing, such as running means of observations."""
     if {*seen.verdicts("weights")} - {RIGHT}:
         return []
     for module in seen.records[0].buffers_outside_ddp:

@@ -100,7 +100,7 @@ def evaluations(rank: RankRecord) -> list[LoaderPass]:
 
 
 def is_evaluation(loader_pass: LoaderPass) -> bool:
-    """Also if gradients are switched off in each batch only, or not at all."""
+    """Is it one, also if it switches gradients off in each batch only, or not at all?"""
     is_complete = loader_pass.ended or loader_pass.batches_given >= loader_pass.limit
     without_backward = is_complete and not loader_pass.steps and not loader_pass.backwards
     return bool(
@@ -115,7 +115,7 @@ def dataset_of(loader_pass: LoaderPass) -> tuple:
 
 
 def rows_of_dataset(records: list[RankRecord], passes: list[LoaderPass]) -> list[ReportRow]:
-    """passes: the first evaluation of a data set on each rank that evaluates it. The largest
+    """Judge the first evaluation of a data set on each rank that evaluates it. The largest
     mistake comes first."""
     at, world_size = passes[0].at, len(records)
     if len(passes) < world_size:
@@ -145,7 +145,7 @@ def rows_of_dataset(records: list[RankRecord], passes: list[LoaderPass]) -> list
 def rows_by_content(
     records: list[RankRecord], passes: list[LoaderPass], unknown: Reason
 ) -> list[ReportRow]:
-    """Of a stream, or of data sets of which each rank holds another. unknown: what to say if the
+    """Judge a stream, or data sets of which each rank holds another. unknown: what to say if the
     contents do not tell, either."""
     at, contents = passes[0].at, [{*loader_pass.checksums} for loader_pass in passes]
     seen = sum(len(loader_pass.checksums) for loader_pass in passes)

@@ -29,7 +29,7 @@ class Says(Reason):
 
 
 class Metric(NamedTuple):
-    """By which ReduceLROnPlateau decides."""
+    """A number by which ReduceLROnPlateau decides."""
 
     value: float
     at: str
@@ -38,7 +38,7 @@ class Metric(NamedTuple):
 
 @dataclass
 class Metrics:
-    """All of one rank."""
+    """The metrics of one rank."""
 
     given: list[Metric] = field(default_factory=list)
 

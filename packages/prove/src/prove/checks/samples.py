@@ -162,7 +162,7 @@ def judge(seen: Seen) -> list[ReportRow]:
 
 
 def row_of_inputs(records: list[RankRecord]) -> ReportRow:
-    """Of a script without a DataLoader: do the ranks call the model with different tensors?"""
+    """Without a DataLoader: do the ranks call the model with different tensors?"""
     inputs = [[call.checksum for call in rank.model_calls] for rank in records]
     if not all(inputs) or not records[0].steps:
         return not_seen(NAME, Says.NO_INPUTS)
@@ -190,7 +190,7 @@ def row_of_data_set(records: list[RankRecord], epochs: list[list[LoaderPass]]) -
 
 
 def row_by_index(records: list[RankRecord], passes: list[LoaderPass], number: int) -> ReportRow:
-    """number: of these passes, among those over their data set."""
+    """Judge one pass of all ranks; number: of this pass, among those over its data set."""
     first, world_size = passes[0], len(passes)
     loader = {"at": place_of(first, number), "sampler": first.sampler}
     trained = [
@@ -227,7 +227,7 @@ def row_by_index(records: list[RankRecord], passes: list[LoaderPass], number: in
 
 
 def draws_with_replacement(loader_pass: LoaderPass) -> bool:
-    """A sampler that gives all samples twice, as two epochs in one, does not."""
+    """Do samples come again by chance? Where all come twice, as two epochs in one, they do not."""
     if "Weighted" in loader_pass.sampler:
         return True
     times = Counter(loader_pass.indices)
@@ -237,7 +237,7 @@ def draws_with_replacement(loader_pass: LoaderPass) -> bool:
 def row_by_content(
     records: list[RankRecord], epochs: list[list[LoaderPass]], are_split: bool
 ) -> ReportRow:
-    """For streams, and for data sets of which each rank holds another: no indices to compare."""
+    """Judge streams, and data sets of which each rank holds another: no indices to compare."""
     passes = epochs[0]
     first, facts = passes[0], facts_by_content(passes)
     if draw_alike(passes) and not are_split:
@@ -303,7 +303,7 @@ def data_sets_in_parts(records: list[RankRecord]) -> list[list[LoaderPass]]:
 
 
 def have_the_same_labels(passes: list[LoaderPass]) -> bool:
-    """In the same order, which is no chance; and the inputs may differ by what a rank draws."""
+    """Are the labels alike by no chance, while the inputs may differ by what a rank draws?"""
     draws = any(own.workers_drew or any(own.drew) for own in passes)
     if not draws or not same_on_all_ranks(passes, "labels"):
         return False

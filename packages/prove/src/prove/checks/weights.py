@@ -94,13 +94,13 @@ class HeldWeights(NamedTuple):
 
     @property
     def moved(self) -> bool:
-        """On some rank."""
+        """Has it changed on some rank?"""
         return any(differ(of_rank) for of_rank in zip(*(own for _, own in self.held), strict=True))
 
 
 def held_weights(records: list[RankRecord], steps: list[StepOfRanks]) -> list[HeldWeights]:
-    """Between two batches, of each parameter of a trained module; if none of these moves, after
-    each step, of what the optimizers hold."""
+    """List what the ranks hold of each parameter of a trained module between two batches; if none
+    of these moves, what the optimizers hold after each step."""
     places = {key: step.at for step in reversed(steps) for key in step.optimizer.keys}
     in_ddp = {key for ddp in records[0].ddps for key in ddp.keys}
     unfrozen = unfrozen_parameters(records[0])
@@ -127,7 +127,7 @@ def unfrozen_parameters(first: RankRecord) -> dict[str, str]:
 
 
 def held_by_optimizers(steps: list[StepOfRanks], known: set[str]) -> list[HeldWeights]:
-    """Of parameters that are none of `known`."""
+    """What the optimizers hold of parameters that are not yet `known`."""
     found: dict[tuple[int, int], HeldWeights] = {}
     for step in steps:
         optimizer = step.optimizer
