@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import plain
 from prove.checks.samples import TOLD_APART
 from prove.judge.loader_passes import NEARLY_ALL, same_dataset, sample_count
 from prove.judge.reasons import Heading, Reason
-from prove.judge.table import RIGHT, ReportRow, not_seen, right, warning
+from prove.judge.table import RIGHT, WARNING, ReportRow, not_seen, right, warning
 from prove.rank_record import EVALUATION_FACTOR, MOST_COLLECTIVES, LoaderPass, Note, RankRecord
 
 NAME = "evaluation"
@@ -219,4 +220,60 @@ def may_be_summed(rank: RankRecord, evaluated: LoaderPass) -> bool:
     return end >= MOST_COLLECTIVES or bool(sums)
 
 
-CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS)
+PLANTED = (
+    plain(
+        "evaluation with padding", WARNING, NAME,
+        (
+            "DataLoader(shard, batch_size=8)",
+            "DataLoader(dataset, 8, sampler=DistributedSampler(dataset, shuffle=False))",
+        ),
+    ),
+    plain(
+        "evaluation leaves samples out, and computes gradients", WARNING, NAME,
+        ("@torch.no_grad()\n", ""),
+        ("DataLoader(shard, batch_size=8)", "DataLoader(shard, batch_size=8, drop_last=True)"),
+    ),
+    plain(
+        "each rank evaluates everything, and sums are added", WARNING, NAME,
+        ("DataLoader(shard, batch_size=8)", "DataLoader(dataset, batch_size=8)"),
+    ),
+    plain(
+        "each rank evaluates a part, and no sum follows", WARNING, NAME,
+        ("    dist.all_reduce(totals)\n", ""),
+    ),
+    plain(
+        "evaluation leaves samples out", WARNING, NAME,
+        ("DataLoader(shard, batch_size=8)", "DataLoader(shard, batch_size=8, drop_last=True)"),
+    ),
+    plain(
+        "each rank evaluates all of a second data set", WARNING, NAME,
+        ("    train_set, test_set = ", "    more = Points(20, 0.0)\n    train_set, test_set = "),
+        (
+            "        test_loss, accuracy = evaluate(",
+            "        with torch.no_grad():\n"
+            "            sum(ddp.module(x).sum() for x, _ in DataLoader(more, 8))\n"
+            "        test_loss, accuracy = evaluate(",
+        ),
+    ),
+    plain(
+        "evaluation stops early, and each rank has drawn its part", WARNING, NAME,
+        ("DataLoader(shard, batch_size=8)", "DataLoader(shard, batch_size=8, shuffle=True)"),
+        (
+            "        totals[2] += len(labels)\n",
+            "        totals[2] += len(labels)\n"
+            "        if totals[2] == 8:\n"
+            "            break\n",
+        ),
+    ),
+    plain(
+        "all ranks stop after the same samples", WARNING, NAME,
+        ("DataLoader(shard, batch_size=8)", "DataLoader(dataset, batch_size=8)"),
+        (
+            "        totals[2] += len(labels)\n",
+            "        totals[2] += len(labels)\n"
+            "        if totals[2] == 8:\n"
+            "            break\n",
+        ),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS, planted=PLANTED)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prove.checks.base import Check, Seen, Stage
-from prove.checks.mistake import Mistake
+from prove.checks.mistake import plain
 from prove.judge.reasons import Heading, Phrase, Reason
 from prove.judge.table import WRONG, ReportRow, right, warning, wrong
 from prove.judge.wording import phrase
@@ -90,18 +90,13 @@ def rows_of_metrics(seen: Seen) -> list[ReportRow]:
 
 
 PLANTED = (
-    Mistake(
-        "the learning rate differs by rank", "plain", WRONG, NAME,
-        (("lr=0.1", "lr=0.1 * (rank + 1)"),),
+    plain(
+        "the learning rate differs by rank", WRONG, NAME,
+        ("lr=0.1", "lr=0.1 * (rank + 1)"),
     ),
-    Mistake(
-        "one rank steps the scheduler", "plain", WRONG, NAME,
-        (
-            (
-                "        scheduler.step()\n",
-                "        if rank == 0:\n            scheduler.step()\n",
-            ),
-        ),
+    plain(
+        "one rank steps the scheduler", WRONG, NAME,
+        ("        scheduler.step()\n", "        if rank == 0:\n            scheduler.step()\n"),
     ),
 )  # fmt: skip
 CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, watch, planted=PLANTED)

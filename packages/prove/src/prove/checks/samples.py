@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import LOADING, NO_SET_EPOCH, SAMPLER, amp, iterable, plain
 from prove.judge.loader_passes import (
     NEARLY_ALL,
     compared_by_index,
@@ -17,7 +18,7 @@ from prove.judge.loader_passes import (
     share_one_data_set,
 )
 from prove.judge.reasons import Heading, Reason
-from prove.judge.table import ORDER, ReportRow, not_seen, right, warning, wrong
+from prove.judge.table import ORDER, WARNING, WRONG, ReportRow, not_seen, right, warning, wrong
 from prove.judge.wording import phrase
 from prove.rank_record import LoaderPass, RankRecord
 
@@ -328,4 +329,59 @@ def share_in_common(checksums: list[int], others: list[int]) -> float:
     return len(own & other) / min(len(own), len(other))
 
 
-CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS)
+PLANTED = (
+    plain(
+        "no sampler, no shuffling", WRONG, NAME,
+        (LOADING, "batch_size=12 // world_size)"),
+    ),
+    plain(
+        "shuffled alike on all ranks, no sampler", WRONG, NAME,
+        (LOADING, "batch_size=6, shuffle=True, generator=torch.Generator().manual_seed(0))"),
+    ),
+    plain(
+        "shuffled by each rank, no sampler", WARNING, NAME,
+        (LOADING, "batch_size=12 // world_size, shuffle=True)"),
+    ),
+    plain(
+        "the sampler of rank 0 on all ranks", WRONG, NAME,
+        (SAMPLER, "sampler = DistributedSampler(train_set, world_size, 0, seed=0)"),
+    ),
+    plain(
+        "the sampler's seed differs by rank", WRONG, NAME,
+        (SAMPLER, "sampler = DistributedSampler(train_set, seed=rank)"),
+    ),
+    plain(
+        "the sampler divides by too many ranks", WARNING, NAME,
+        (SAMPLER, "sampler = DistributedSampler(train_set, 2 * world_size, rank, seed=0)"),
+    ),
+    amp(
+        "random_split differs by rank", WRONG, NAME,
+        ("torch.Generator().manual_seed(1)", "torch.Generator().manual_seed(rank)"),
+    ),
+    iterable(
+        "an IterableDataset is not split by rank", WRONG, NAME,
+        (
+            "part = self.rank * parts + (worker.id if worker else 0)",
+            "part = worker.id if worker else 0",
+        ),
+        ("None, self.world_size * parts)", "None, parts)"),
+    ),
+    plain(
+        "all ranks draw the same few samples, with replacement", WRONG, NAME,
+        ("Points(SAMPLES, 0.1)", "Points(SAMPLES, 0.0)"),
+        (
+            "    sampler = DistributedSampler(train_set, seed=0)\n",
+            "    order = torch.Generator().manual_seed(0)\n"
+            "    sampler = torch.utils.data.RandomSampler(range(8), True, 10**7, "
+            "generator=order)\n",
+        ),
+        NO_SET_EPOCH,
+        (
+            "        for points, labels in loader:\n",
+            "        batches = iter(loader)\n"
+            "        for _ in range(8):\n"
+            "            points, labels = next(batches)\n",
+        ),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS, planted=PLANTED)
