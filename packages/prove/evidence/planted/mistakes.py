@@ -7,38 +7,30 @@ spoil a right variant of own_step.py.
 
 from dataclasses import replace
 
-from prove.checks.mistake import AVERAGE, LOSS, NO_DDP, STEP, Mistake
+from prove.checks.mistake import (
+    AVERAGE,
+    LOADING,
+    LOSS,
+    NO_DDP,
+    NO_SET_EPOCH,
+    SAMPLER,
+    STEP,
+    Mistake,
+    accumulate,
+    amp,
+    iterable,
+    own_step,
+    plain,
+)
 
 RIGHT, WRONG, WARNING = "right", "WRONG", "warning"
-
-
-def plain(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
-    return Mistake(name, "plain", verdict, check, changes)
-
-
-def accumulate(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
-    return Mistake(name, "accumulate", verdict, check, changes)
-
-
-def amp(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
-    return Mistake(name, "amp", verdict, check, changes)
-
-
-def iterable(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
-    return Mistake(name, "iterable", verdict, check, changes)
-
-
-def own_step(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
-    return Mistake(name, "own_step", verdict, check, changes)
-
-
 ONE_GPU = (  # plain.py becomes the script that it was made from
     ('    dist.init_process_group("gloo")\n', ""),
     ("dist.get_rank(), dist.get_world_size()", "0, 1"),
     ("DDP(build_model())", "build_model()"),
     ("    sampler = DistributedSampler(train_set, seed=0)\n", ""),
     ("sampler=sampler", "shuffle=True"),
-    ("        sampler.set_epoch(epoch)\n", ""),
+    NO_SET_EPOCH,
     ("        dist.all_reduce(total)\n", ""),
     ("    dist.all_reduce(totals)\n", ""),
     ("evaluate(ddp.module,", "evaluate(ddp,"),
@@ -54,9 +46,6 @@ def converted(mistake: Mistake, *changes: tuple[str, str]) -> Mistake:
 
 
 SUM = "            for p in ddp.parameters():\n                dist.all_reduce(p.grad)\n"
-SAMPLER = "sampler = DistributedSampler(train_set, seed=0)"
-LOADER = "batch_size=12 // world_size, sampler=sampler)"
-NOISE = "torch.randn(6)"
 EVALUATION_LOADER = "DataLoader(shard, batch_size=8)"
 STOPS_EARLY = (
     "        totals[2] += len(labels)\n",
@@ -139,53 +128,12 @@ SPARSE = (
 )
 
 MISTAKES = [
-    # Samples.
-    plain("no sampler, no shuffling", WRONG, "samples",
-          (LOADER, "batch_size=12 // world_size)")),
-    plain("shuffled alike on all ranks, no sampler", WRONG, "samples",
-          (LOADER, "batch_size=6, shuffle=True, generator=torch.Generator().manual_seed(0))")),
-    plain("shuffled by each rank, no sampler", WARNING, "samples",
-          (LOADER, "batch_size=12 // world_size, shuffle=True)")),
-    plain("the sampler of rank 0 on all ranks", WRONG, "samples",
-          (SAMPLER, "sampler = DistributedSampler(train_set, world_size, 0, seed=0)")),
-    plain("the sampler's seed differs by rank", WRONG, "samples",
-          (SAMPLER, "sampler = DistributedSampler(train_set, seed=rank)")),
-    plain("the sampler divides by too many ranks", WARNING, "samples",
-          (SAMPLER, "sampler = DistributedSampler(train_set, 2 * world_size, rank, seed=0)")),
-    plain("no set_epoch", WRONG, "order of an epoch",
-          ("        sampler.set_epoch(epoch)\n", "")),
-    plain("an order of its own, the same in each epoch", WARNING, "order of an epoch",
-          (SAMPLER, "order = torch.randperm(96, generator=torch.Generator().manual_seed(3))"
-                    ".tolist()\n    sampler = Subset(order, range(rank, 96, world_size))"),
-          ("        sampler.set_epoch(epoch)\n", "")),
-    plain("unequal numbers of batches", WRONG, "batches per epoch",
-          (SAMPLER, "sampler = range(0, 60) if rank == 0 else range(60, 96)"),
-          ("        sampler.set_epoch(epoch)\n", "")),
-    plain("local batches of unequal size", WARNING, "batches per epoch",
-          (LOADER, "batch_size=8 if rank == 0 else 4, sampler=sampler)"),
-          (SAMPLER, "sampler = range(0, 64) if rank == 0 else range(64, 96)"),
-          ("        sampler.set_epoch(epoch)\n", "")),
-    plain("each rank makes other data", WARNING, "one data set",
-          ("manual_seed(size)", "manual_seed(size + dist.get_rank())")),
-    amp("random_split differs by rank", WRONG, "samples",
-        ("torch.Generator().manual_seed(1)", "torch.Generator().manual_seed(rank)")),
-    iterable("an IterableDataset is not split by rank", WRONG, "samples",
-             ("part = self.rank * parts + (worker.id if worker else 0)",
-              "part = worker.id if worker else 0"),
-             ("None, self.world_size * parts)", "None, parts)")),
-    iterable("an IterableDataset is not split by worker", WRONG, "workers",
-             ("WORKERS = 96, 0", "WORKERS = 96, 2"),
-             ("parts = worker.num_workers if worker else 1", "parts = 1"),
-             (" + (worker.id if worker else 0)", "")),
-    iterable("an IterableDataset ends earlier on one rank", WRONG, "batches per epoch",
-             ("islice(points, part, None,", "islice(points, part, SAMPLES - 60 * self.rank,")),
-    iterable("a stream in the same order in each epoch", WARNING, "order of an epoch",
-             ("        dataset.epoch = epoch\n", "")),
+    # What the original does otherwise.
     converted(plain("drop_last, which the original has not", WARNING, "the original's epoch",
-                    (LOADER, LOADER[:-1] + ", drop_last=True)")), A_REST),
+                    (LOADING, LOADING[:-1] + ", drop_last=True)")), A_REST),
     converted(plain("each rank keeps the original's batch size", WARNING, "the original's epoch",
-                    (LOADER, "batch_size=12, sampler=sampler)"))),
-    # Weights and gradients.
+                    (LOADING, "batch_size=12, sampler=sampler)"))),
+    # The mean over the ranks.
     plain("gradients are summed by hand", WRONG, "one rank", *NO_DDP, (STEP, SUM + STEP)),
     plain("gradients are divided once more after DDP", WRONG, "one rank",
           (STEP, "            for p in ddp.parameters():\n                p.grad /= world_size\n" + STEP)),
@@ -226,54 +174,7 @@ MISTAKES = [
           ("lr=0.1", "lr=0.1 * world_size")),
     accumulate("the warm-up depends on the number of ranks", WARNING, "schedule",
                ("total_iters=4", "total_iters=4 * world_size")),
-    # Collectives and files.
-    plain("a barrier that only rank 0 reaches", WRONG, "hang",
-          ("        if rank == 0:\n", "        if rank == 0:\n            dist.barrier()\n")),
-    plain("collectives in another order", WRONG, "hang",
-          ("        dist.all_reduce(total)\n",
-           "        if rank == 0:\n            dist.broadcast(total, 0)\n        dist.all_reduce(total)\n"
-           "        if rank > 0:\n            dist.broadcast(total, 0)\n")),
-    amp("a rank stops early by itself", WRONG, "hang",
-        ("        dist.barrier()\n", "        dist.barrier()\n        if rank == 1:\n            break\n")),
-    plain("all ranks save one file", WRONG, "files",
-          ('            torch.save(ddp', '        torch.save(ddp')),
-    amp("each rank writes the log anew", WRONG, "files",
-        ("        dist.barrier()\n", '        open("log.txt", "w").write(f"epoch {epoch}")\n')),
-    plain("all ranks open one log anew before they train", WARNING, "files",
-          ("    torch.manual_seed(0)\n", '    torch.manual_seed(0)\n    log = open("log.txt", "w")\n')),
-    plain("all ranks append to one log", WARNING, "files",
-          ("        scheduler.step()\n", '        scheduler.step()\n        open("log.txt", "a").write(".")\n')),
-    plain("all ranks print", WARNING, "printing",
-          ("        if rank == 0:\n", "        if rank >= 0:\n")),
-    # Evaluation.
-    plain("evaluation with padding", WARNING, "evaluation",
-          (EVALUATION_LOADER,
-           "DataLoader(dataset, 8, sampler=DistributedSampler(dataset, shuffle=False))")),
-    plain("evaluation leaves samples out, and computes gradients", WARNING, "evaluation",
-          (NO_GRAD, ""), (EVALUATION_LOADER, "DataLoader(shard, batch_size=8, drop_last=True)")),
-    plain("each rank evaluates everything, and sums are added", WARNING, "evaluation",
-          (EVALUATION_LOADER, "DataLoader(dataset, batch_size=8)")),
-    plain("each rank evaluates a part, and no sum follows", WARNING, "evaluation",
-          ("    dist.all_reduce(totals)\n", "")),
-    plain("evaluation leaves samples out", WARNING, "evaluation",
-          (EVALUATION_LOADER, "DataLoader(shard, batch_size=8, drop_last=True)")),
-    plain("each rank evaluates all of a second data set", WARNING, "evaluation",
-          ("    train_set, test_set = ", "    more = Points(20, 0.0)\n    train_set, test_set = "),
-          ("        test_loss, accuracy = evaluate(",
-           "        with torch.no_grad():\n            sum(ddp.module(x).sum() for x, _ in DataLoader(more, 8))\n"
-           "        test_loss, accuracy = evaluate(")),
-    plain("all ranks draw the same few samples, with replacement", WRONG, "samples",
-          ("Points(SAMPLES, 0.1)", "Points(SAMPLES, 0.0)"),
-          ("    sampler = DistributedSampler(train_set, seed=0)\n",
-           "    order = torch.Generator().manual_seed(0)\n"
-           "    sampler = torch.utils.data.RandomSampler(range(8), True, 10**7, generator=order)\n"),
-          ("        sampler.set_epoch(epoch)\n", ""),
-          ("        for points, labels in loader:\n",
-           "        batches = iter(loader)\n        for _ in range(8):\n            points, labels = next(batches)\n")),
-    plain("evaluation stops early, and each rank has drawn its part", WARNING, "evaluation",
-          (EVALUATION_LOADER, "DataLoader(shard, batch_size=8, shuffle=True)"), STOPS_EARLY),
-    plain("all ranks stop after the same samples", WARNING, "evaluation",
-          (EVALUATION_LOADER, "DataLoader(dataset, batch_size=8)"), STOPS_EARLY),
+    # Printed numbers and BatchNorm.
     plain("accuracy is divided by the length of a shard", WARNING, "printed numbers",
           ("correct / samples", "correct / len(shard)")),
     plain("the loss of one rank is printed", WARNING, "printed numbers",
@@ -281,16 +182,7 @@ MISTAKES = [
     amp("BatchNorm over a small local batch", WARNING, "batchnorm",
         ("nn.BatchNorm2d(4)", "nn.BatchNorm1d(4)"),
         ("F.relu(self.norm(self.conv(x))).mean((2, 3))", "F.relu(self.norm(self.conv(x).mean((2, 3))))")),
-    # Random numbers.
-    plain("the same dropout on all ranks", WARNING, "dropout",
-          ("torch.manual_seed(rank + 1)", "torch.manual_seed(1)")),
-    plain("the same augmentation on all ranks", WARNING, "augmentation",
-          ("torch.manual_seed(rank + 1)", "torch.manual_seed(1)")),
-    plain("the same numbers of numpy on all ranks", WARNING, "augmentation",
-          (NOISE, "torch.tensor(np.random.randn(6), dtype=torch.get_default_dtype())"),
-          ("np.random.seed(rank + 1)", "np.random.seed(1)")),
-    plain("the same numbers of random on all ranks", WARNING, "augmentation",
-          (NOISE, "random.gauss(0, 1)"), ("    random.seed(rank + 1)", "    random.seed(1)")),
+    # A step of its own.
     own_step("the step sums and does not average", WRONG, "one rank", ("    tensor /= dist.get_world_size()\n", "")),
     own_step("the step takes the gradient of rank 0", WRONG, "one rank", (IN_STEP, "                dist.broadcast(p.grad, 0)\n")),
     own_step("a sum, which Adam hides in the weights", WARNING, "one rank",
@@ -382,14 +274,14 @@ HARMLESS = [
     plain("each rank has a data set of its own", RIGHT, "",
           ("manual_seed(size)", "manual_seed(size + 1000 * dist.get_rank())"),
           (SAMPLER, "sampler = torch.utils.data.RandomSampler(train_set)"),
-          ("        sampler.set_epoch(epoch)\n", "")),
+          NO_SET_EPOCH),
     plain("unequal numbers of batches, and the epoch ends before", RIGHT, "",
           (SAMPLER, "sampler = range(0, 60) if rank == 0 else range(60, 96)"),
-          ("        sampler.set_epoch(epoch)\n", ""),
+          NO_SET_EPOCH,
           (STEP, STEP + "            if total[1] == 2:\n                break\n")),
     plain("a bootstrap, drawn anew by each rank", RIGHT, "",
           (SAMPLER, "sampler = torch.utils.data.WeightedRandomSampler([1.0] * 96, 48)"),
-          ("        sampler.set_epoch(epoch)\n", "")),
+          NO_SET_EPOCH),
     plain("noise in the step", RIGHT, "", (LOSS, "F.cross_entropy(ddp(points + torch.randn(6)), labels)")),
     plain("optimizer states are divided over the ranks", RIGHT, "one rank",
           (SGD,

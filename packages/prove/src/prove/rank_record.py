@@ -342,14 +342,6 @@ class ScheduleRecord:
     total_steps: int = 0  # OneCycleLR refuses to make more; 0 for other classes
 
 
-class Metric(NamedTuple):
-    """A number by which ReduceLROnPlateau decides."""
-
-    value: float
-    at: str
-    steps_before: int
-
-
 class DrawKey(NamedTuple):
     """Names one draw, so that the same call in a replay finds it."""
 
@@ -437,7 +429,6 @@ class RankRecord:
     # By optimizer of the replaying rank: parameters of another shape than those observed.
     other_shapes: dict[int, list[tuple]] = field(default_factory=dict)
     schedules: list[ScheduleRecord] = field(default_factory=list)  # in the order of first steps
-    metrics: list[Metric] = field(default_factory=list)
     evaluated: list[EvaluatedModule] = field(default_factory=list)
     # By number of steps made: all parameters of the modules that are trained, by their keys, as
     # they were when the script first called one of these modules then, and at the end of the run.

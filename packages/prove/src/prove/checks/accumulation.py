@@ -1,7 +1,7 @@
 """Do the gradients of several backwards add up to one step, though no loss was divided?"""
 
 from prove.checks.base import Check, Seen, Stage
-from prove.checks.mistake import Mistake
+from prove.checks.mistake import accumulate
 from prove.judge.reasons import Reason
 from prove.judge.table import WARNING, ReportRow, warning
 
@@ -29,16 +29,14 @@ def judge(seen: Seen) -> list[ReportRow]:
 
 
 PLANTED = (
-    Mistake(
-        "accumulation is not divided", "accumulate", WARNING, NAME,
+    accumulate(
+        "accumulation is not divided", WARNING, NAME,
         (
-            (
-                "                        ignore_index=PADDING,\n"
-                '                        reduction="sum",\n',
-                "",
-            ),
-            ("(loss * world_size / words).backward()", "loss.backward()"),
+            "                        ignore_index=PADDING,\n"
+            '                        reduction="sum",\n',
+            "",
         ),
+        ("(loss * world_size / words).backward()", "loss.backward()"),
     ),
 )  # fmt: skip
 CHECK = Check(NAME, Says, judge, Stage.STEPS, planted=PLANTED)

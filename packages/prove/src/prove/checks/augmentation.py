@@ -2,9 +2,10 @@
 
 from prove import random_state
 from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import plain
 from prove.judge.loader_passes import same_dataset, same_on_all_ranks
 from prove.judge.reasons import OWN_SEED, Reason
-from prove.judge.table import ReportRow, right, warning
+from prove.judge.table import WARNING, ReportRow, right, warning
 
 NAME = "augmentation"
 
@@ -52,4 +53,20 @@ def judge(seen: Seen) -> list[ReportRow]:
     return []
 
 
-CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS)
+PLANTED = (
+    plain(
+        "the same augmentation on all ranks", WARNING, NAME,
+        ("torch.manual_seed(rank + 1)", "torch.manual_seed(1)"),
+    ),
+    plain(
+        "the same numbers of numpy on all ranks", WARNING, NAME,
+        ("torch.randn(6)", "torch.tensor(np.random.randn(6), dtype=torch.get_default_dtype())"),
+        ("np.random.seed(rank + 1)", "np.random.seed(1)"),
+    ),
+    plain(
+        "the same numbers of random on all ranks", WARNING, NAME,
+        ("torch.randn(6)", "random.gauss(0, 1)"),
+        ("    random.seed(rank + 1)", "    random.seed(1)"),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS, planted=PLANTED)

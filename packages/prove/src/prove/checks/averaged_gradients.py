@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from prove.checks.base import Check, Seen, Stage
-from prove.checks.mistake import AVERAGE, NO_DDP, STEP, Mistake
+from prove.checks.mistake import AVERAGE, NO_DDP, STEP, accumulate, own_step, plain
 from prove.checks.weights import WAS_FROZEN, WRAP_AGAIN, unfrozen_parameters
 from prove.checks.zero_grad import steps_with_old_gradients
 from prove.judge.reasons import Heading, Reason
@@ -163,8 +163,8 @@ def row_of_some_ranks(step: StepOfRanks) -> ReportRow | None:
 
 
 class Averaged(NamedTuple):
-    """Of a parameter: p.grad at a step, and what backward gave each rank. Projections, and a norm
-    to compare their differences with."""
+    """What p.grad is at a step, and what backward gave each rank, projected; and a norm with which
+    to compare their differences."""
 
     averaged: float
     local: list[float]
@@ -172,7 +172,7 @@ class Averaged(NamedTuple):
 
 
 def averages(step: StepOfRanks) -> list[Averaged]:
-    """Of the parameters that got a gradient on some rank: where none came, it was zero."""
+    """One Averaged per parameter with a gradient on some rank: where none came, it was zero."""
     pairs = zip(step.by_parameter("gradients"), step.by_parameter("local_gradients"), strict=True)
     scale = step.steps[0].loss_scale
     return [
@@ -201,44 +201,40 @@ def times_the_mean(step: StepOfRanks) -> float | None:
 
 
 PLANTED = (
-    Mistake(
-        "only some gradients are averaged by hand", "plain", WRONG, NAME,
-        (*NO_DDP, (STEP, AVERAGE.replace("ddp.parameters()", "ddp[0].parameters()") + STEP)),
+    plain(
+        "only some gradients are averaged by hand", WRONG, NAME,
+        *NO_DDP, (STEP, AVERAGE.replace("ddp.parameters()", "ddp[0].parameters()") + STEP),
     ),
-    Mistake(
-        "no micro-batch is synchronized", "accumulate", WRONG, NAME,
-        (("nullcontext() if last else ddp.no_sync()", "ddp.no_sync()"),),
+    accumulate(
+        "no micro-batch is synchronized", WRONG, NAME,
+        ("nullcontext() if last else ddp.no_sync()", "ddp.no_sync()"),
     ),
-    Mistake(
-        "the last micro-batch is not synchronized", "accumulate", WRONG, NAME,
-        (("nullcontext() if last else", "nullcontext() if not last else"),),
+    accumulate(
+        "the last micro-batch is not synchronized", WRONG, NAME,
+        ("nullcontext() if last else", "nullcontext() if not last else"),
     ),
-    Mistake(
-        "only the last micro-batch is averaged", "accumulate", WRONG, NAME,
+    accumulate(
+        "only the last micro-batch is averaged", WRONG, NAME,
+        ("    ddp = DDP(model)\n", "    ddp = model\n"),
+        ("nullcontext() if last else ddp.no_sync()", "nullcontext()"),
         (
-            ("    ddp = DDP(model)\n", "    ddp = model\n"),
-            ("nullcontext() if last else ddp.no_sync()", "nullcontext()"),
-            (
-                "(loss * world_size / words).backward()",
-                "parts = torch.autograd.grad(loss * world_size / words, ddp.parameters())\n"
-                "                for p, part in zip(ddp.parameters(), parts):\n"
-                "                    if last:\n"
-                "                        dist.all_reduce(part)\n"
-                "                        part /= world_size\n"
-                "                    p.grad = part if p.grad is None else p.grad + part",
-            ),
+            "(loss * world_size / words).backward()",
+            "parts = torch.autograd.grad(loss * world_size / words, ddp.parameters())\n"
+            "                for p, part in zip(ddp.parameters(), parts):\n"
+            "                    if last:\n"
+            "                        dist.all_reduce(part)\n"
+            "                        part /= world_size\n"
+            "                    p.grad = part if p.grad is None else p.grad + part",
         ),
     ),
-    Mistake(
-        "only rank 0 counts in the mean", "own_step", WRONG, NAME,
+    own_step(
+        "only rank 0 counts in the mean", WRONG, NAME,
+        ("                average(p.grad)\n", ""),
         (
-            ("                average(p.grad)\n", ""),
-            (
-                "            loss.backward()\n",
-                "            loss.backward()\n"
-                "            for p in params:\n"
-                "                dist.broadcast(p.grad, 0)\n",
-            ),
+            "            loss.backward()\n",
+            "            loss.backward()\n"
+            "            for p in params:\n"
+            "                dist.broadcast(p.grad, 0)\n",
         ),
     ),
 )  # fmt: skip

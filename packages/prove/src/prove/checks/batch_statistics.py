@@ -29,7 +29,7 @@ class Says(Reason):
 
 
 def judge(seen: Seen) -> list[ReportRow]:
-    """Name the first of them."""
+    """Name the first statistic that differs."""
     statistic = differing_statistic(seen.records)
     if statistic is None:
         return []

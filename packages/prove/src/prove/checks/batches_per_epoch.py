@@ -1,6 +1,7 @@
 """Do all ranks have as many batches in an epoch, and batches of one size?"""
 
 from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import LOADING, NO_SET_EPOCH, SAMPLER, iterable, plain
 from prove.judge.loader_passes import epochs_of_data_set, place_of
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import (
@@ -56,7 +57,7 @@ def judge(seen: Seen) -> list[ReportRow]:
 
 
 def row_of_lengths(records: list[RankRecord], passes: list[LoaderPass], number: int) -> ReportRow:
-    """number: of these passes, among those over their data set."""
+    """Judge one pass of all ranks; number: of this pass, among those over its data set."""
     at = place_of(passes[0], number)
     listed = [loader_pass.batches for loader_pass in passes if loader_pass.batches is not None]
     given = [loader_pass.batches_given for loader_pass in passes]
@@ -83,7 +84,7 @@ def row_of_lengths(records: list[RankRecord], passes: list[LoaderPass], number: 
 
 
 def sizes_of(loader_pass: LoaderPass, is_cut: bool) -> list[int]:
-    """Of the batches that the script takes, also of those that we did not give it."""
+    """The sizes of all batches that the script takes, also of those that we did not give it."""
     if is_cut:
         return loader_pass.sizes[: loader_pass.batches_given]
     listed, samples = loader_pass.sizes, len(loader_pass.indices)
@@ -91,4 +92,21 @@ def sizes_of(loader_pass: LoaderPass, is_cut: bool) -> list[int]:
     return listed if unlisted <= 0 or not samples else [*listed, samples - sum(listed)]
 
 
-CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS)
+PLANTED = (
+    plain(
+        "unequal numbers of batches", WRONG, NAME,
+        (SAMPLER, "sampler = range(0, 60) if rank == 0 else range(60, 96)"),
+        NO_SET_EPOCH,
+    ),
+    plain(
+        "local batches of unequal size", WARNING, NAME,
+        (LOADING, "batch_size=8 if rank == 0 else 4, sampler=sampler)"),
+        (SAMPLER, "sampler = range(0, 64) if rank == 0 else range(64, 96)"),
+        NO_SET_EPOCH,
+    ),
+    iterable(
+        "an IterableDataset ends earlier on one rank", WRONG, NAME,
+        ("islice(points, part, None,", "islice(points, part, SAMPLES - 60 * self.rank,"),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS, planted=PLANTED)

@@ -1,7 +1,7 @@
 """Do all ranks end, or evaluate, with the same buffers, such as BatchNorm's running statistics?"""
 
 from prove.checks.base import Check, Seen, Stage
-from prove.checks.mistake import Mistake
+from prove.checks.mistake import amp
 from prove.judge.reasons import Heading, Reason
 from prove.judge.steps import names_apart
 from prove.judge.table import RIGHT, WARNING, ReportRow, right, warning
@@ -45,7 +45,7 @@ def judge(seen: Seen) -> list[ReportRow]:
 
 
 def judge_outside_ddp(seen: Seen) -> list[ReportRow]:
-    """Such as running means of observations; of modules without parameters that are trained."""
+    """Compare buffers of modules that train nothing, such as running means of observations."""
     if {*seen.verdicts("weights")} - {RIGHT}:
         return []
     for module in seen.records[0].buffers_outside_ddp:
@@ -56,9 +56,9 @@ def judge_outside_ddp(seen: Seen) -> list[ReportRow]:
 
 
 PLANTED = (
-    Mistake(
-        "running statistics differ at evaluation", "amp", WARNING, NAME,
-        (("            dist.broadcast(buffer, src=0)\n", "            pass\n"),),
+    amp(
+        "running statistics differ at evaluation", WARNING, NAME,
+        ("            dist.broadcast(buffer, src=0)\n", "            pass\n"),
     ),
 )  # fmt: skip
 CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, planted=PLANTED)

@@ -1,7 +1,7 @@
 """Are gradients clipped as they are, or while they still carry the loss scale?"""
 
 from prove.checks.base import Check, Seen, Stage
-from prove.checks.mistake import Mistake
+from prove.checks.mistake import amp
 from prove.judge.reasons import Reason
 from prove.judge.table import WRONG, ReportRow, right, wrong
 from prove.rank_record import Note
@@ -25,9 +25,9 @@ def judge(seen: Seen) -> list[ReportRow]:
 
 
 PLANTED = (
-    Mistake(
-        "clips scaled gradients", "amp", WRONG, NAME,
-        (("            scaler.unscale_(optimizer)\n", ""),),
+    amp(
+        "clips scaled gradients", WRONG, NAME,
+        ("            scaler.unscale_(optimizer)\n", ""),
     ),
 )  # fmt: skip
 CHECK = Check(NAME, Says, judge, Stage.STEPS, planted=PLANTED)

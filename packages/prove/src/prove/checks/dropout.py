@@ -1,8 +1,9 @@
 """Does each rank drop other positions?"""
 
 from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import plain
 from prove.judge.reasons import OWN_SEED, Reason
-from prove.judge.table import ReportRow, right, warning
+from prove.judge.table import WARNING, ReportRow, right, warning
 
 NAME = "dropout"
 
@@ -25,4 +26,10 @@ def judge(seen: Seen) -> list[ReportRow]:
     return []
 
 
-CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS)
+PLANTED = (
+    plain(
+        "the same dropout on all ranks", WARNING, NAME,
+        ("torch.manual_seed(rank + 1)", "torch.manual_seed(1)"),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS, planted=PLANTED)

@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import plain
 from prove.checks.samples import TOLD_APART
 from prove.judge.loader_passes import NEARLY_ALL, same_dataset, sample_count
 from prove.judge.reasons import Heading, Reason
-from prove.judge.table import RIGHT, ReportRow, not_seen, right, warning
+from prove.judge.table import RIGHT, WARNING, ReportRow, not_seen, right, warning
 from prove.rank_record import EVALUATION_FACTOR, MOST_COLLECTIVES, LoaderPass, Note, RankRecord
 
 NAME = "evaluation"
@@ -100,7 +101,7 @@ def evaluations(rank: RankRecord) -> list[LoaderPass]:
 
 
 def is_evaluation(loader_pass: LoaderPass) -> bool:
-    """Also if gradients are switched off in each batch only, or not at all."""
+    """Is it one, also if it switches gradients off in each batch only, or not at all?"""
     is_complete = loader_pass.ended or loader_pass.batches_given >= loader_pass.limit
     without_backward = is_complete and not loader_pass.steps and not loader_pass.backwards
     return bool(
@@ -115,7 +116,7 @@ def dataset_of(loader_pass: LoaderPass) -> tuple:
 
 
 def rows_of_dataset(records: list[RankRecord], passes: list[LoaderPass]) -> list[ReportRow]:
-    """passes: the first evaluation of a data set on each rank that evaluates it. The largest
+    """Judge the first evaluation of a data set on each rank that evaluates it. The largest
     mistake comes first."""
     at, world_size = passes[0].at, len(records)
     if len(passes) < world_size:
@@ -145,7 +146,7 @@ def rows_of_dataset(records: list[RankRecord], passes: list[LoaderPass]) -> list
 def rows_by_content(
     records: list[RankRecord], passes: list[LoaderPass], unknown: Reason
 ) -> list[ReportRow]:
-    """Of a stream, or of data sets of which each rank holds another. unknown: what to say if the
+    """Judge a stream, or data sets of which each rank holds another. unknown: what to say if the
     contents do not tell, either."""
     at, contents = passes[0].at, [{*loader_pass.checksums} for loader_pass in passes]
     seen = sum(len(loader_pass.checksums) for loader_pass in passes)
@@ -219,4 +220,60 @@ def may_be_summed(rank: RankRecord, evaluated: LoaderPass) -> bool:
     return end >= MOST_COLLECTIVES or bool(sums)
 
 
-CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS)
+PLANTED = (
+    plain(
+        "evaluation with padding", WARNING, NAME,
+        (
+            "DataLoader(shard, batch_size=8)",
+            "DataLoader(dataset, 8, sampler=DistributedSampler(dataset, shuffle=False))",
+        ),
+    ),
+    plain(
+        "evaluation leaves samples out, and computes gradients", WARNING, NAME,
+        ("@torch.no_grad()\n", ""),
+        ("DataLoader(shard, batch_size=8)", "DataLoader(shard, batch_size=8, drop_last=True)"),
+    ),
+    plain(
+        "each rank evaluates everything, and sums are added", WARNING, NAME,
+        ("DataLoader(shard, batch_size=8)", "DataLoader(dataset, batch_size=8)"),
+    ),
+    plain(
+        "each rank evaluates a part, and no sum follows", WARNING, NAME,
+        ("    dist.all_reduce(totals)\n", ""),
+    ),
+    plain(
+        "evaluation leaves samples out", WARNING, NAME,
+        ("DataLoader(shard, batch_size=8)", "DataLoader(shard, batch_size=8, drop_last=True)"),
+    ),
+    plain(
+        "each rank evaluates all of a second data set", WARNING, NAME,
+        ("    train_set, test_set = ", "    more = Points(20, 0.0)\n    train_set, test_set = "),
+        (
+            "        test_loss, accuracy = evaluate(",
+            "        with torch.no_grad():\n"
+            "            sum(ddp.module(x).sum() for x, _ in DataLoader(more, 8))\n"
+            "        test_loss, accuracy = evaluate(",
+        ),
+    ),
+    plain(
+        "evaluation stops early, and each rank has drawn its part", WARNING, NAME,
+        ("DataLoader(shard, batch_size=8)", "DataLoader(shard, batch_size=8, shuffle=True)"),
+        (
+            "        totals[2] += len(labels)\n",
+            "        totals[2] += len(labels)\n"
+            "        if totals[2] == 8:\n"
+            "            break\n",
+        ),
+    ),
+    plain(
+        "all ranks stop after the same samples", WARNING, NAME,
+        ("DataLoader(shard, batch_size=8)", "DataLoader(dataset, batch_size=8)"),
+        (
+            "        totals[2] += len(labels)\n",
+            "        totals[2] += len(labels)\n"
+            "        if totals[2] == 8:\n"
+            "            break\n",
+        ),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS, planted=PLANTED)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import amp, plain
 from prove.judge.reasons import Heading, Reason
-from prove.judge.table import ReportRow, right, warning, wrong
+from prove.judge.table import WARNING, WRONG, ReportRow, right, warning, wrong
 from prove.rank_record import Mode
 from prove.watch.effects import copy_of
 from prove.watch.rank_run import RankRun, where
@@ -148,4 +149,28 @@ def last_openings_alike(by_rank: list[list[OpenedFile]]) -> list[OpenedFile]:
     return [[each for each in openings if ("w" in each.mode) == kind][-1] for openings in by_rank]
 
 
-CHECK = Check(NAME, Says, judge, Stage.ANY_RUN, watch)
+PLANTED = (
+    plain(
+        "all ranks save one file", WRONG, NAME,
+        ("            torch.save(ddp", "        torch.save(ddp"),
+    ),
+    amp(
+        "each rank writes the log anew", WRONG, NAME,
+        ("        dist.barrier()\n", '        open("log.txt", "w").write(f"epoch {epoch}")\n'),
+    ),
+    plain(
+        "all ranks open one log anew before they train", WARNING, NAME,
+        (
+            "    torch.manual_seed(0)\n",
+            '    torch.manual_seed(0)\n    log = open("log.txt", "w")\n',
+        ),
+    ),
+    plain(
+        "all ranks append to one log", WARNING, NAME,
+        (
+            "        scheduler.step()\n",
+            '        scheduler.step()\n        open("log.txt", "a").write(".")\n',
+        ),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.ANY_RUN, watch, planted=PLANTED)

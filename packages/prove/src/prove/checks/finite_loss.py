@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from prove.checks.base import Check, Seen, Stage
-from prove.checks.mistake import LOSS, Mistake
+from prove.checks.mistake import LOSS, plain
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import WARNING, ReportRow, warning
 from prove.watch.rank_run import RankRun, where
@@ -66,9 +66,9 @@ def judge(seen: Seen) -> list[ReportRow]:
 
 
 PLANTED = (
-    Mistake(
-        "a term of the loss is the mean of nothing", "plain", WARNING, NAME,
-        ((LOSS, f"{LOSS} + points[labels > 9].mean()"),),
+    plain(
+        "a term of the loss is the mean of nothing", WARNING, NAME,
+        (LOSS, f"{LOSS} + points[labels > 9].mean()"),
     ),
 )  # fmt: skip
 CHECK = Check(NAME, Says, judge, Stage.STEPS, watch, planted=PLANTED)

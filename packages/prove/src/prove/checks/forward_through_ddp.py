@@ -1,7 +1,7 @@
 """Do the training forwards go through DDP, so that it hears of their backwards?"""
 
 from prove.checks.base import Check, Seen, Stage
-from prove.checks.mistake import LOSS, Mistake
+from prove.checks.mistake import LOSS, plain
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import RIGHT, WRONG, ReportRow, not_seen, right, wrong
 
@@ -38,9 +38,9 @@ def judge(seen: Seen) -> list[ReportRow]:
 
 
 PLANTED = (
-    Mistake(
-        "forward around DDP", "plain", WRONG, NAME,
-        ((LOSS, "F.cross_entropy(ddp.module(points), labels)"),),
+    plain(
+        "forward around DDP", WRONG, NAME,
+        (LOSS, "F.cross_entropy(ddp.module(points), labels)"),
     ),
 )  # fmt: skip
 UNEXPLAINED = frozenset({Says.AROUND_DDP, Says.NO_DDP})

@@ -2,9 +2,10 @@
 
 from prove.checks.base import Check, Seen, Stage
 from prove.checks.collectives import ALL_CALL, first_difference, missed_call
+from prove.checks.mistake import amp, plain
 from prove.judge.ends import state_of, wait_for_ever
 from prove.judge.reasons import Heading, Reason
-from prove.judge.table import ReportRow, wrong
+from prove.judge.table import WRONG, ReportRow, wrong
 
 NAME = "hang"
 
@@ -24,4 +25,28 @@ def judge(seen: Seen) -> list[ReportRow]:
     return [wrong(NAME, Says.HANG, ranks=ranks)]
 
 
-CHECK = Check(NAME, Says, judge, Stage.ANY_RUN)
+PLANTED = (
+    plain(
+        "a barrier that only rank 0 reaches", WRONG, NAME,
+        ("        if rank == 0:\n", "        if rank == 0:\n            dist.barrier()\n"),
+    ),
+    plain(
+        "collectives in another order", WRONG, NAME,
+        (
+            "        dist.all_reduce(total)\n",
+            "        if rank == 0:\n"
+            "            dist.broadcast(total, 0)\n"
+            "        dist.all_reduce(total)\n"
+            "        if rank > 0:\n"
+            "            dist.broadcast(total, 0)\n",
+        ),
+    ),
+    amp(
+        "a rank stops early by itself", WRONG, NAME,
+        (
+            "        dist.barrier()\n",
+            "        dist.barrier()\n        if rank == 1:\n            break\n",
+        ),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.ANY_RUN, planted=PLANTED)

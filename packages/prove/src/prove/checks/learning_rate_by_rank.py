@@ -1,12 +1,17 @@
 """Do all ranks step with the same learning rates, and from the same metric?"""
 
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
 from prove.checks.base import Check, Seen, Stage
-from prove.checks.mistake import Mistake
+from prove.checks.mistake import plain
 from prove.judge.reasons import Heading, Phrase, Reason
 from prove.judge.table import WRONG, ReportRow, right, warning, wrong
 from prove.judge.wording import phrase
+from prove.watch.rank_run import RankRun, where
 
 NAME = "learning rate by rank"
+MOST_METRICS = 1000  # more are not written down
 
 
 class Says(Reason):
@@ -21,6 +26,31 @@ class Says(Reason):
         Heading.LOSS,
     )
     METRICS_ALIKE = "the ranks give ReduceLROnPlateau the same {numbers:n number}"
+
+
+class Metric(NamedTuple):
+    """A number by which ReduceLROnPlateau decides."""
+
+    value: float
+    at: str
+    steps_before: int
+
+
+@dataclass
+class Metrics:
+    """The metrics of one rank."""
+
+    given: list[Metric] = field(default_factory=list)
+
+
+def watch(run: RankRun) -> None:
+    given = run.record.part(Metrics).given
+
+    def note(value: float) -> None:
+        if len(given) < MOST_METRICS:
+            given.append(Metric(value, where(), run.record.steps))
+
+    run.events.metrics.append(note)
 
 
 def judge(seen: Seen) -> list[ReportRow]:
@@ -50,7 +80,7 @@ def rows_of_rates(seen: Seen) -> list[ReportRow]:
 def rows_of_metrics(seen: Seen) -> list[ReportRow]:
     """What decides when the rate falls: is it one number for all ranks?"""
     number = 0
-    for metrics in zip(*(rank.metrics for rank in seen.records), strict=False):
+    for metrics in zip(*(rank.part(Metrics).given for rank in seen.records), strict=False):
         values, first = [metric.value for metric in metrics], metrics[0]
         number += 1
         if max(values) - min(values) > 1e-6 * max(map(abs, values)):
@@ -60,18 +90,13 @@ def rows_of_metrics(seen: Seen) -> list[ReportRow]:
 
 
 PLANTED = (
-    Mistake(
-        "the learning rate differs by rank", "plain", WRONG, NAME,
-        (("lr=0.1", "lr=0.1 * (rank + 1)"),),
+    plain(
+        "the learning rate differs by rank", WRONG, NAME,
+        ("lr=0.1", "lr=0.1 * (rank + 1)"),
     ),
-    Mistake(
-        "one rank steps the scheduler", "plain", WRONG, NAME,
-        (
-            (
-                "        scheduler.step()\n",
-                "        if rank == 0:\n            scheduler.step()\n",
-            ),
-        ),
+    plain(
+        "one rank steps the scheduler", WRONG, NAME,
+        ("        scheduler.step()\n", "        if rank == 0:\n            scheduler.step()\n"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, watch, planted=PLANTED)

@@ -1,7 +1,7 @@
 """Do all ranks multiply their loss by the same scale?"""
 
 from prove.checks.base import Check, Seen, Stage
-from prove.checks.mistake import Mistake
+from prove.checks.mistake import amp
 from prove.judge.reasons import Phrase, Reason
 from prove.judge.table import WRONG, ReportRow, wrong
 from prove.judge.wording import phrase
@@ -26,9 +26,9 @@ def judge(seen: Seen) -> list[ReportRow]:
 
 
 PLANTED = (
-    Mistake(
-        "the loss scale differs by rank", "amp", WRONG, NAME,
-        (("init_scale=1024.0", "init_scale=1024.0 * (rank + 1)"),),
+    amp(
+        "the loss scale differs by rank", WRONG, NAME,
+        ("init_scale=1024.0", "init_scale=1024.0 * (rank + 1)"),
     ),
 )  # fmt: skip
 CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, planted=PLANTED)

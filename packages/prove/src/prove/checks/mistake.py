@@ -18,7 +18,30 @@ class Mistake:
     original: tuple[tuple[str, str], ...] = ()
 
 
+def plain(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
+    return Mistake(name, "plain", verdict, check, changes)
+
+
+def accumulate(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
+    return Mistake(name, "accumulate", verdict, check, changes)
+
+
+def amp(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
+    return Mistake(name, "amp", verdict, check, changes)
+
+
+def iterable(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
+    return Mistake(name, "iterable", verdict, check, changes)
+
+
+def own_step(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
+    return Mistake(name, "own_step", verdict, check, changes)
+
+
 # What several mistakes replace in plain.py, and by what
+SAMPLER = "sampler = DistributedSampler(train_set, seed=0)"
+LOADING = "batch_size=12 // world_size, sampler=sampler)"
+NO_SET_EPOCH = ("        sampler.set_epoch(epoch)\n", "")
 STEP = "            optimizer.step()\n"
 LOSS = "F.cross_entropy(ddp(points), labels)"
 NO_DDP = (

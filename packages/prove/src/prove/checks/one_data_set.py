@@ -1,6 +1,7 @@
 """Do the ranks hold the same data set, before a sampler deals it out?"""
 
 from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import plain
 from prove.checks.samples import LOADER, data_sets_in_parts, facts_by_content
 from prove.judge.loader_passes import (
     differing_fields,
@@ -9,7 +10,7 @@ from prove.judge.loader_passes import (
     share_one_data_set,
 )
 from prove.judge.reasons import Heading, Reason
-from prove.judge.table import ReportRow, warning, wrong
+from prove.judge.table import WARNING, ReportRow, warning, wrong
 
 NAME = "one data set"
 
@@ -53,5 +54,11 @@ def judge_contents(seen: Seen) -> list[ReportRow]:
     ]
 
 
+PLANTED = (
+    plain(
+        "each rank makes other data", WARNING, NAME,
+        ("manual_seed(size)", "manual_seed(size + dist.get_rank())"),
+    ),
+)  # fmt: skip
 FIELDS = Check(NAME, Says, judge_fields, Stage.ALL_RECORDS)  # before the check of samples
-CONTENTS = Check(NAME, Says, judge_contents, Stage.ALL_RECORDS)
+CONTENTS = Check(NAME, Says, judge_contents, Stage.ALL_RECORDS, planted=PLANTED)

@@ -2,7 +2,7 @@
 
 from prove.checks import unused_parameters
 from prove.checks.base import Check, Seen, Stage
-from prove.checks.mistake import Mistake
+from prove.checks.mistake import plain
 from prove.judge.reasons import Reason
 from prove.judge.table import WARNING, WRONG, ReportRow, right, warning, wrong
 from prove.rank_record import DDPRecord, RankRecord
@@ -43,13 +43,13 @@ def row_of(ddp: DDPRecord, rank: RankRecord) -> ReportRow:
 
 
 PLANTED = (
-    Mistake(
-        "the optimizer holds another model", "plain", WRONG, NAME,
-        (("SGD(ddp.parameters()", "SGD(build_model().parameters()"),),
+    plain(
+        "the optimizer holds another model", WRONG, NAME,
+        ("SGD(ddp.parameters()", "SGD(build_model().parameters()"),
     ),
-    Mistake(
-        "parameters in no optimizer", "plain", WARNING, NAME,
-        (("SGD(ddp.parameters()", "SGD(ddp.module[0].parameters()"),),
+    plain(
+        "parameters in no optimizer", WARNING, NAME,
+        ("SGD(ddp.parameters()", "SGD(ddp.module[0].parameters()"),
     ),
 )  # fmt: skip
 CHECK = Check(NAME, Says, judge, Stage.STEPS, planted=PLANTED)

@@ -1,8 +1,9 @@
 """Has each epoch an order of its own?"""
 
 from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import NO_SET_EPOCH, SAMPLER, iterable, plain
 from prove.judge.reasons import Heading, Reason
-from prove.judge.table import ReportRow, not_seen, right, warning, wrong
+from prove.judge.table import WARNING, WRONG, ReportRow, not_seen, right, warning, wrong
 
 NAME = "order of an epoch"
 
@@ -55,4 +56,24 @@ def judge(seen: Seen) -> list[ReportRow]:
     return [warning(NAME, Says.ORDER_REPEATS, **loader)]
 
 
-CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS)
+PLANTED = (
+    plain(
+        "no set_epoch", WRONG, NAME,
+        NO_SET_EPOCH,
+    ),
+    plain(
+        "an order of its own, the same in each epoch", WARNING, NAME,
+        (
+            SAMPLER,
+            "order = torch.randperm(96, "
+            "generator=torch.Generator().manual_seed(3)).tolist()\n"
+            "    sampler = Subset(order, range(rank, 96, world_size))",
+        ),
+        NO_SET_EPOCH,
+    ),
+    iterable(
+        "a stream in the same order in each epoch", WARNING, NAME,
+        ("        dataset.epoch = epoch\n", ""),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS, planted=PLANTED)

@@ -1,8 +1,9 @@
 """Do all ranks print the same lines while they train, alike but for the numbers in them?"""
 
 from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import plain
 from prove.judge.reasons import Heading, Reason
-from prove.judge.table import ReportRow, warning
+from prove.judge.table import WARNING, ReportRow, warning
 from prove.judge.wording import NUMBER, phrase
 from prove.rank_record import RankRecord
 
@@ -36,4 +37,10 @@ def lines_of(rank: RankRecord) -> list[tuple[str, str]]:
     return [(line.at, NUMBER.sub("#", line.text)) for line in lines]
 
 
-CHECK = Check(NAME, Says, judge, Stage.ANY_RUN)
+PLANTED = (
+    plain(
+        "all ranks print", WARNING, NAME,
+        ("        if rank == 0:\n", "        if rank >= 0:\n"),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.ANY_RUN, planted=PLANTED)

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import LOADING, NO_SET_EPOCH, SAMPLER, amp, iterable, plain
 from prove.judge.loader_passes import (
     NEARLY_ALL,
     compared_by_index,
@@ -17,7 +18,7 @@ from prove.judge.loader_passes import (
     share_one_data_set,
 )
 from prove.judge.reasons import Heading, Reason
-from prove.judge.table import ORDER, ReportRow, not_seen, right, warning, wrong
+from prove.judge.table import ORDER, WARNING, WRONG, ReportRow, not_seen, right, warning, wrong
 from prove.judge.wording import phrase
 from prove.rank_record import LoaderPass, RankRecord
 
@@ -162,7 +163,7 @@ def judge(seen: Seen) -> list[ReportRow]:
 
 
 def row_of_inputs(records: list[RankRecord]) -> ReportRow:
-    """Of a script without a DataLoader: do the ranks call the model with different tensors?"""
+    """Without a DataLoader: do the ranks call the model with different tensors?"""
     inputs = [[call.checksum for call in rank.model_calls] for rank in records]
     if not all(inputs) or not records[0].steps:
         return not_seen(NAME, Says.NO_INPUTS)
@@ -190,7 +191,7 @@ def row_of_data_set(records: list[RankRecord], epochs: list[list[LoaderPass]]) -
 
 
 def row_by_index(records: list[RankRecord], passes: list[LoaderPass], number: int) -> ReportRow:
-    """number: of these passes, among those over their data set."""
+    """Judge one pass of all ranks; number: of this pass, among those over its data set."""
     first, world_size = passes[0], len(passes)
     loader = {"at": place_of(first, number), "sampler": first.sampler}
     trained = [
@@ -227,7 +228,7 @@ def row_by_index(records: list[RankRecord], passes: list[LoaderPass], number: in
 
 
 def draws_with_replacement(loader_pass: LoaderPass) -> bool:
-    """A sampler that gives all samples twice, as two epochs in one, does not."""
+    """Do samples come again by chance? Where all come twice, as two epochs in one, they do not."""
     if "Weighted" in loader_pass.sampler:
         return True
     times = Counter(loader_pass.indices)
@@ -237,7 +238,7 @@ def draws_with_replacement(loader_pass: LoaderPass) -> bool:
 def row_by_content(
     records: list[RankRecord], epochs: list[list[LoaderPass]], are_split: bool
 ) -> ReportRow:
-    """For streams, and for data sets of which each rank holds another: no indices to compare."""
+    """Judge streams, and data sets of which each rank holds another: no indices to compare."""
     passes = epochs[0]
     first, facts = passes[0], facts_by_content(passes)
     if draw_alike(passes) and not are_split:
@@ -303,7 +304,7 @@ def data_sets_in_parts(records: list[RankRecord]) -> list[list[LoaderPass]]:
 
 
 def have_the_same_labels(passes: list[LoaderPass]) -> bool:
-    """In the same order, which is no chance; and the inputs may differ by what a rank draws."""
+    """Are the labels alike by no chance, while the inputs may differ by what a rank draws?"""
     draws = any(own.workers_drew or any(own.drew) for own in passes)
     if not draws or not same_on_all_ranks(passes, "labels"):
         return False
@@ -328,4 +329,59 @@ def share_in_common(checksums: list[int], others: list[int]) -> float:
     return len(own & other) / min(len(own), len(other))
 
 
-CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS)
+PLANTED = (
+    plain(
+        "no sampler, no shuffling", WRONG, NAME,
+        (LOADING, "batch_size=12 // world_size)"),
+    ),
+    plain(
+        "shuffled alike on all ranks, no sampler", WRONG, NAME,
+        (LOADING, "batch_size=6, shuffle=True, generator=torch.Generator().manual_seed(0))"),
+    ),
+    plain(
+        "shuffled by each rank, no sampler", WARNING, NAME,
+        (LOADING, "batch_size=12 // world_size, shuffle=True)"),
+    ),
+    plain(
+        "the sampler of rank 0 on all ranks", WRONG, NAME,
+        (SAMPLER, "sampler = DistributedSampler(train_set, world_size, 0, seed=0)"),
+    ),
+    plain(
+        "the sampler's seed differs by rank", WRONG, NAME,
+        (SAMPLER, "sampler = DistributedSampler(train_set, seed=rank)"),
+    ),
+    plain(
+        "the sampler divides by too many ranks", WARNING, NAME,
+        (SAMPLER, "sampler = DistributedSampler(train_set, 2 * world_size, rank, seed=0)"),
+    ),
+    amp(
+        "random_split differs by rank", WRONG, NAME,
+        ("torch.Generator().manual_seed(1)", "torch.Generator().manual_seed(rank)"),
+    ),
+    iterable(
+        "an IterableDataset is not split by rank", WRONG, NAME,
+        (
+            "part = self.rank * parts + (worker.id if worker else 0)",
+            "part = worker.id if worker else 0",
+        ),
+        ("None, self.world_size * parts)", "None, parts)"),
+    ),
+    plain(
+        "all ranks draw the same few samples, with replacement", WRONG, NAME,
+        ("Points(SAMPLES, 0.1)", "Points(SAMPLES, 0.0)"),
+        (
+            "    sampler = DistributedSampler(train_set, seed=0)\n",
+            "    order = torch.Generator().manual_seed(0)\n"
+            "    sampler = torch.utils.data.RandomSampler(range(8), True, 10**7, "
+            "generator=order)\n",
+        ),
+        NO_SET_EPOCH,
+        (
+            "        for points, labels in loader:\n",
+            "        batches = iter(loader)\n"
+            "        for _ in range(8):\n"
+            "            points, labels = next(batches)\n",
+        ),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS, planted=PLANTED)

@@ -3,7 +3,7 @@
 import re
 
 from prove.checks.base import Check, Seen, Stage
-from prove.checks.mistake import Mistake
+from prove.checks.mistake import plain
 from prove.judge.ends import error_is
 from prove.judge.reasons import Heading, Reason
 from prove.judge.steps import parameter_names
@@ -74,14 +74,12 @@ def judge_steps(seen: Seen) -> list[ReportRow]:
 
 
 PLANTED = (
-    Mistake(
-        "parameters that get no gradient", "plain", WARNING, NAME,
+    plain(
+        "parameters that get no gradient", WARNING, NAME,
         (
-            (
-                "ddp = DDP(build_model())",
-                "model = build_model()\n    model[0].spare = nn.Linear(2, 2)\n"
-                "    ddp = DDP(model, find_unused_parameters=True)",
-            ),
+            "ddp = DDP(build_model())",
+            "model = build_model()\n    model[0].spare = nn.Linear(2, 2)\n"
+            "    ddp = DDP(model, find_unused_parameters=True)",
         ),
     ),
 )  # fmt: skip

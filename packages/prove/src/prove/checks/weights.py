@@ -6,7 +6,7 @@ What moves is compared, whoever has moved it: an optimizer, or the script itself
 from typing import NamedTuple
 
 from prove.checks.base import Check, Seen, Stage
-from prove.checks.mistake import AVERAGE, LOSS, NO_DDP, STEP, Mistake
+from prove.checks.mistake import AVERAGE, LOSS, NO_DDP, STEP, amp, own_step, plain
 from prove.judge.reasons import Heading, Reason
 from prove.judge.steps import StepOfRanks, differ
 from prove.judge.table import WRONG, ReportRow, not_seen, right, warning, wrong
@@ -94,13 +94,13 @@ class HeldWeights(NamedTuple):
 
     @property
     def moved(self) -> bool:
-        """On some rank."""
+        """Has it changed on some rank?"""
         return any(differ(of_rank) for of_rank in zip(*(own for _, own in self.held), strict=True))
 
 
 def held_weights(records: list[RankRecord], steps: list[StepOfRanks]) -> list[HeldWeights]:
-    """Between two batches, of each parameter of a trained module; if none of these moves, after
-    each step, of what the optimizers hold."""
+    """List what the ranks hold of each parameter of a trained module between two batches; if none
+    of these moves, what the optimizers hold after each step."""
     places = {key: step.at for step in reversed(steps) for key in step.optimizer.keys}
     in_ddp = {key for ddp in records[0].ddps for key in ddp.keys}
     unfrozen = unfrozen_parameters(records[0])
@@ -127,7 +127,7 @@ def unfrozen_parameters(first: RankRecord) -> dict[str, str]:
 
 
 def held_by_optimizers(steps: list[StepOfRanks], known: set[str]) -> list[HeldWeights]:
-    """Of parameters that are none of `known`."""
+    """What the optimizers hold of parameters that are not yet `known`."""
     found: dict[tuple[int, int], HeldWeights] = {}
     for step in steps:
         optimizer = step.optimizer
@@ -147,56 +147,45 @@ PARAMS = "    params = list(model.parameters())\n"
 UNFROZEN = "    model[0].requires_grad_(False)\n"
 UNFROZEN += "    ddp = nn.parallel.DistributedDataParallel(model)\n"
 PLANTED = (
-    Mistake("no DDP", "plain", WRONG, NAME, NO_DDP),
-    Mistake(
-        "trained parameters outside of DDP", "plain", WRONG, NAME,
+    plain("no DDP", WRONG, NAME, *NO_DDP),
+    plain(
+        "trained parameters outside of DDP", WRONG, NAME,
+        ("ddp = DDP(build_model())", "ddp = DDP(build_model())\n    head = nn.Linear(3, CLASSES)"),
+        ("ddp.parameters(), lr", "[*ddp.parameters(), *head.parameters()], lr"),
+        (LOSS, "F.cross_entropy(head(ddp(points)), labels)"),
+    ),
+    plain(
+        "no broadcast of the first weights", WRONG, NAME,
+        *NO_DDP,
+        ("torch.manual_seed(0)\n", "torch.manual_seed(rank)\n"),
+        (STEP, AVERAGE + STEP),
+    ),
+    amp(
+        "one rank resumes", WRONG, NAME,
         (
-            (
-                "ddp = DDP(build_model())",
-                "ddp = DDP(build_model())\n    head = nn.Linear(3, CLASSES)",
-            ),
-            ("ddp.parameters(), lr", "[*ddp.parameters(), *head.parameters()], lr"),
-            (LOSS, "F.cross_entropy(head(ddp(points)), labels)"),
+            "    if os.path.exists(CHECKPOINT):\n"
+            "        saved = torch.load(CHECKPOINT, weights_only=True)\n",
+            "    if rank == 0:\n"
+            "        saved = {'model': Net().state_dict(), 'epoch': 2,\n"
+            "                 'optimizer': optimizer.state_dict()}\n",
         ),
     ),
-    Mistake(
-        "no broadcast of the first weights", "plain", WRONG, NAME,
+    own_step(
+        "the step averages no biases", WRONG, NAME,
+        (IN_STEP, "                if p.ndim > 1:\n    " + IN_STEP),
+    ),
+    own_step(
+        "the step averages a part of each tensor", WRONG, NAME,
+        (IN_STEP, "                average(p.grad.view(-1)[: p.numel() // 2])\n"),
+    ),
+    own_step(
+        "layers that DDP has not been told of begin to train", WRONG, NAME,
+        (PARAMS, UNFROZEN + PARAMS),
+        ("AveragingSGD(params, lr=0.1)", "torch.optim.SGD(params, lr=0.1)"),
+        ("model(x)", "ddp(x)"),
         (
-            *NO_DDP,
-            ("torch.manual_seed(0)\n", "torch.manual_seed(rank)\n"),
-            (STEP, AVERAGE + STEP),
-        ),
-    ),
-    Mistake(
-        "one rank resumes", "amp", WRONG, NAME,
-        (
-            (
-                "    if os.path.exists(CHECKPOINT):\n"
-                "        saved = torch.load(CHECKPOINT, weights_only=True)\n",
-                "    if rank == 0:\n"
-                "        saved = {'model': Net().state_dict(), 'epoch': 2,\n"
-                "                 'optimizer': optimizer.state_dict()}\n",
-            ),
-        ),
-    ),
-    Mistake(
-        "the step averages no biases", "own_step", WRONG, NAME,
-        ((IN_STEP, "                if p.ndim > 1:\n    " + IN_STEP),),
-    ),
-    Mistake(
-        "the step averages a part of each tensor", "own_step", WRONG, NAME,
-        ((IN_STEP, "                average(p.grad.view(-1)[: p.numel() // 2])\n"),),
-    ),
-    Mistake(
-        "layers that DDP has not been told of begin to train", "own_step", WRONG, NAME,
-        (
-            (PARAMS, UNFROZEN + PARAMS),
-            ("AveragingSGD(params, lr=0.1)", "torch.optim.SGD(params, lr=0.1)"),
-            ("model(x)", "ddp(x)"),
-            (
-                "        sampler.set_epoch",
-                "        model[0].requires_grad_(epoch > 1)\n        sampler.set_epoch",
-            ),
+            "        sampler.set_epoch",
+            "        model[0].requires_grad_(epoch > 1)\n        sampler.set_epoch",
         ),
     ),
 )  # fmt: skip

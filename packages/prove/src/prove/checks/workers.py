@@ -1,9 +1,10 @@
 """Does each worker of a loader yield samples of its own?"""
 
 from prove.checks.base import Check, Seen, Stage
+from prove.checks.mistake import iterable
 from prove.checks.samples import LOADER, SHARD_STREAM, data_sets_in_parts, facts_by_content
 from prove.judge.reasons import Heading, Reason
-from prove.judge.table import ReportRow, wrong
+from prove.judge.table import WRONG, ReportRow, wrong
 
 NAME = "workers"
 
@@ -28,4 +29,12 @@ def judge(seen: Seen) -> list[ReportRow]:
     return rows
 
 
-CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS)
+PLANTED = (
+    iterable(
+        "an IterableDataset is not split by worker", WRONG, NAME,
+        ("WORKERS = 96, 0", "WORKERS = 96, 2"),
+        ("parts = worker.num_workers if worker else 1", "parts = 1"),
+        (" + (worker.id if worker else 0)", ""),
+    ),
+)  # fmt: skip
+CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS, planted=PLANTED)

@@ -1,7 +1,7 @@
 """Does each step begin without the gradients of the step before?"""
 
 from prove.checks.base import Check, Seen, Stage
-from prove.checks.mistake import Mistake
+from prove.checks.mistake import plain
 from prove.judge.reasons import Heading, Reason
 from prove.judge.steps import StepOfRanks
 from prove.judge.table import WRONG, ReportRow, wrong
@@ -36,8 +36,9 @@ def steps_with_old_gradients(seen: Seen) -> list[StepOfRanks]:
 
 
 PLANTED = (
-    Mistake(
-        "no zero_grad", "plain", WRONG, NAME, (("            optimizer.zero_grad()\n", ""),)
+    plain(
+        "no zero_grad", WRONG, NAME,
+        ("            optimizer.zero_grad()\n", ""),
     ),
 )  # fmt: skip
 CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, planted=PLANTED)

@@ -1,7 +1,7 @@
 """Is any gradient of any step other than zero?"""
 
 from prove.checks.base import Check, Seen, Stage
-from prove.checks.mistake import LOSS, Mistake
+from prove.checks.mistake import LOSS, plain
 from prove.judge.reasons import Reason
 from prove.judge.table import WRONG, ReportRow, wrong
 
@@ -25,9 +25,9 @@ def judge(seen: Seen) -> list[ReportRow]:
 
 
 PLANTED = (
-    Mistake(
-        "cross-entropy over one class", "plain", WRONG, NAME,
-        ((LOSS, "F.cross_entropy(ddp(points)[:, :1], torch.zeros_like(labels))"),),
+    plain(
+        "cross-entropy over one class", WRONG, NAME,
+        (LOSS, "F.cross_entropy(ddp(points)[:, :1], torch.zeros_like(labels))"),
     ),
 )  # fmt: skip
 CHECK = Check(NAME, Says, judge, Stage.STEPS, planted=PLANTED)

@@ -44,7 +44,7 @@ def stop_together(outcome: RunOutcome) -> bool:
 
 
 def steps_of_epoch(record: RankRecord, loader_pass: LoaderPass) -> int:
-    """Until the next epoch begins; the last step before a `break` is one of them."""
+    """How many steps come before the next epoch; the last one before a `break` is one of them."""
     later = record.loader_passes[loader_pass.number + 1 :]
     ends = [each.steps_before for each in later if each.dataset == loader_pass.dataset]
     return (ends[0] if ends else record.steps) - loader_pass.steps_before

@@ -73,7 +73,7 @@ def same_dataset(passes: list[LoaderPass]) -> bool:
 
 
 def differing_fields(passes: list[LoaderPass]) -> list[str]:
-    """Of samples whose first tensor is the same on all ranks: the fields that are not the same."""
+    """The fields of a sample that differ between the ranks, though its first tensor is the same."""
     first, fields = passes[0].fingerprint, passes[0].fields
     if not first or not same_on_all_ranks(passes, "fields", "dataset_length"):
         return []
@@ -127,7 +127,7 @@ def same_contents(records: list[RankRecord]) -> bool:
 
 
 def share_one_data_set(records: list[RankRecord]) -> bool:
-    """False for one rank, and for groups of ranks, each of which may train on what it likes."""
+    """Do the ranks train on one data set? Groups of ranks may each train on what they like."""
     return len(records) > 1 and Note.HAS_GROUPS not in records[0].notes
 
 
@@ -147,7 +147,7 @@ def compute_the_same(records: list[RankRecord], passes: list[LoaderPass]) -> boo
 
 
 def gradients_of(rank: RankRecord, loader_pass: LoaderPass | None) -> list[float]:
-    """Projected, as backward gave them to this rank in a pass, before anybody averaged them."""
+    """The projected gradients that backward gave this rank in a pass, before any averaging."""
     optimizers = [optimizer.steps for optimizer in rank.optimizers]
     if loader_pass is not None and len(optimizers) == 1:  # else nobody knows which steps are its
         before = loader_pass.steps_before

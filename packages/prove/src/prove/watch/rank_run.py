@@ -118,6 +118,8 @@ class Events:
         # A file is opened for writing, renamed or removed: its path, and its mode as for open(),
         # which is None if it is not opened.
         self.file_changes: list[Callable[[str, str | None], None]] = []
+        # ReduceLROnPlateau is given a metric.
+        self.metrics: list[Callable[[float], None]] = []
         # A text file is opened, or written to: its path, and the text.
         self.texts: list[Callable[[str, str], None]] = []
         # torch.save: the path, and what writes the same to another file.

@@ -13,12 +13,11 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from prove.rank_record import Metric, ScheduleRecord
+from prove.rank_record import ScheduleRecord
 from prove.watch.rank_run import RankRun, where, wrap
 
 MOST_AHEAD = 50_000  # steps that a copy is stepped ahead
 MOST_SECONDS = 0.5  # that these steps may take
-MOST_CALLS = 1000
 REPEATED = ("CosineAnnealingWarmRestarts", "CyclicLR")  # these never end
 NO_CHANGE = 1e-12  # a change by less than this part of the highest rate is none
 
@@ -62,8 +61,8 @@ class ScheduleWatcher:
         at = where()
         if isinstance(scheduler, ReduceLROnPlateau):
             metric = args[0] if args else kwargs.get("metrics")
-            if len(run.record.metrics) < MOST_CALLS:
-                run.record.metrics.append(Metric(float(metric), at, run.record.steps))  # type: ignore[arg-type]
+            for tell in run.events.metrics:
+                tell(float(metric))  # type: ignore[arg-type]
         watched = self.watched_for(scheduler, at)
         self.depth += 1
         try:
