@@ -26,7 +26,7 @@ from generate import (
 )
 from judge import Counted, run_case
 from oracle import DIFFERS, DIVERGED, weights_of_one_process, weights_of_ranks
-from tasks import Task, block
+from tasks import Task
 from traces import FailedError, distance
 
 LEFT_OUT = "getattr(p, 'is_left_out', False)"
@@ -107,7 +107,7 @@ def not_averaged_by_ddp(
     (wrapped,) = (i for i, line in enumerate(parts.setup) if line.startswith("model = DDP("))
     hook = f"model.register_comm_hook(params[{chosen}], average_most)"
     parts.setup.insert(wrapped + 1, hook)
-    parts.prelude += ["", "", *block(HOOK.replace("ROWS", rows)).split("\n")]
+    parts.prelude += ["", "", *HOOK.replace("ROWS", rows).strip().split("\n")]
 
 
 def not_averaged_in_function(parts: Parts, plan: Plan, chosen: int, rows: str, epoch: int) -> None:

@@ -5,7 +5,8 @@
     python generate.py 7 --reference    # one process, which gets the samples of two ranks
     python generate.py 7 --fault        # the same script, whose loss is divided by a local count
 
-The pieces are in tasks.py and loaders.py; what may not be combined is in `choices` and below it, and
+What a script learns is in pieces/, which tasks.py reads, and how a rank gets its samples in
+loaders.py; what may not be combined is in `choices` and below it, and
 oracle.py runs the script and its reference to show that each script is right.
 """
 
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from textwrap import indent
 
 from loaders import Loader, loader
-from tasks import TASKS, Choices, Task, block
+from tasks import TASKS, Choices, Task, cells, task_of
 
 IMPORTS = (  # each is written if the script uses one of the names
     ("import argparse", r"\bargparse\b"),
@@ -62,197 +63,50 @@ class Script:
     pieces: dict[str, str]
 
 
-# The step
+# The step, of which pieces/step.py has the lines
+
+
+STEP = {(cell.name, cell.condition.partition(" is ")[2]): cell.text for cell in cells("step")}
+
+
+def choices_of(name: str) -> tuple[str, ...]:
+    """What there is to choose from, for the cells of this name."""
+    return tuple(choice for known, choice in STEP if known == name)
+
+
+def piece(name: str, choice: str) -> list[str]:
+    """The lines of this cell; none if this choice has none."""
+    text = STEP.get((name, choice))
+    return text.split("\n") if text else []
 
 
 def averaging_lines(kind: str) -> list[str]:
     """After backward: p.grad becomes that of all ranks."""
-    return {
-        "all_reduce": ["for p in params:", "    dist.all_reduce(p.grad)", "    p.grad /= world"],
-        "all_reduce, sum": ["for p in params:", "    dist.all_reduce(p.grad)"],
-        "all_reduce, async": [
-            "works = [dist.all_reduce(p.grad, async_op=True) for p in params]",
-            "for work, p in zip(works, params):",
-            "    work.wait()",
-            "    p.grad.div_(world)",
-        ],
-        "flattened": [
-            "flat = torch.cat([p.grad.flatten() for p in params])",
-            "dist.all_reduce(flat)",
-            "flat /= world",
-            "for p, part in zip(params, flat.split([p.numel() for p in params])):",
-            "    p.grad.copy_(part.view_as(p))",
-        ],
-        "gathered": [
-            "for p in params:",
-            "    grads = [torch.empty_like(p.grad) for _ in range(world)]",
-            "    dist.all_gather(grads, p.grad)",
-            "    p.grad = torch.stack(grads).mean(0)",
-        ],
-    }.get(kind, [])
+    return piece("average", kind)
 
 
-BY_HAND = ("all_reduce", "all_reduce, sum", "all_reduce, async", "flattened", "gathered")
-WITH_DDP = (
-    "DDP",
-    "DDP, static graph",
-    "DDP, bucket views",
-    "own comm hook",
-    "library comm hook",
-    "ZeRO",
-)
-
-
-# Where else the ranks may average: in step() of the script's own optimizer, in backward, or the weights.
-IN_STEP = ("in step", "owned in step", "orthogonal in step")
-ELSEWHERE = (*IN_STEP, "fused in backward", "weights after step")
-OWN_OPTIMIZER = block("""
-class Own(torch.optim.Optimizer):
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        rank, world = dist.get_rank(), dist.get_world_size()
-        for group in self.param_groups:
-            for i, p in enumerate(group["params"]):
-                dist.all_reduce(p.grad)
-                UPDATE
-""")
-MOMENTUM = """
-velocity = self.state[p].setdefault("velocity", torch.zeros_like(p))
-velocity.mul_(0.9).add_(p.grad, alpha=1 / world)
-p.sub_(velocity, alpha=group["lr"])
-"""
-OWNED = """
-if i % world == rank:
-    velocity = self.state[p].setdefault("velocity", torch.zeros_like(p))
-    velocity.mul_(0.9).add_(p.grad, alpha=1 / world)
-    p.sub_(velocity, alpha=group["lr"])
-dist.broadcast(p.detach(), src=i % world)
-"""
-ORTHOGONAL = """
-update = p.grad / world
-if i % world == rank:
-    velocity = self.state[p].setdefault("velocity", torch.zeros_like(p))
-    update = velocity.mul_(0.9).add_(update).clone()
-    if p.ndim > 1:
-        x = update.flatten(1) / (update.norm() + 1e-7)
-        for _ in range(3):
-            x = 1.5 * x - 0.5 * (x @ x.T) @ x
-        update = x.view_as(p).contiguous()
-dist.broadcast(update, src=i % world)
-p.sub_(update, alpha=group["lr"])
-"""
-OWN_UPDATES = dict(zip(IN_STEP, (MOMENTUM, OWNED, ORTHOGONAL), strict=True))
-
-
-def own_optimizer(kind: str) -> str:
-    return OWN_OPTIMIZER.replace("UPDATE", indent(block(OWN_UPDATES[kind]), " " * 16).strip())
-
-
-def wrap_lines(kind: str, task: Task, choose: Choices) -> list[str]:
+def wrap_lines(kind: str, choose: Choices) -> list[str]:
     """From `net` to `model`."""
-    plain = ["model = DDP(net)"]
     if kind == "DDP":
         options = "net", "net, find_unused_parameters=False", "net, broadcast_buffers=False"
         return [f"model = DDP({choose('DDP', *options)})"]
-    return {
-        "DDP, static graph": ["model = DDP(net, static_graph=True)"],
-        "DDP, bucket views": ["model = DDP(net, gradient_as_bucket_view=True, bucket_cap_mb=1)"],
-        "ZeRO": plain,
-        "library comm hook": [
-            *plain,
-            "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks",
-            "model.register_comm_hook(None, default_hooks.allreduce_hook)",
-        ],
-        "own comm hook": [*plain, "model.register_comm_hook(None, average)"],
-        "gradient hooks": [
-            "model = net",
-            "for p in params:",
-            "    p.register_post_accumulate_grad_hook(average_gradient)",
-        ],
-        "fused in backward": [
-            "model = net",
-            "for p in params:",
-            "    p.own = torch.optim.SGD([p], lr=LR, momentum=0.9)",
-            "    p.register_post_accumulate_grad_hook(average_and_step)",
-        ],
-        "fully_shard": [
-            'mesh = init_device_mesh("cpu", (world,))',
-            "model = fully_shard(net, mesh=mesh)",
-        ],
-    }.get(kind, ["model = net"])  # fmt: skip
+    return piece("wrap", kind) or ["model = net"]
 
 
-HOOK_FUNCTIONS = {
-    "fused in backward": block("""
-def average_and_step(p):
-    dist.all_reduce(p.grad)
-    p.grad /= dist.get_world_size()
-    p.own.step()
-    p.grad = None
-"""),
-    "own comm hook": block("""
-def average(state, bucket):
-    work = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    return work.then(lambda done: done.value()[0] / dist.get_world_size())
-"""),
-    "gradient hooks": block("""
-def average_gradient(p):
-    dist.all_reduce(p.grad)
-    p.grad /= dist.get_world_size()
-"""),
-}
-OPTIMIZERS = {
-    "sgd": "torch.optim.SGD({P}, lr=LR, momentum=0.9)",
-    "sgd, weight decay": "torch.optim.SGD({P}, lr=LR, momentum=0.9, nesterov=True, weight_decay=1e-4)",
-    "adam": "torch.optim.Adam({P}, lr=LR / 10)",
-    "foreach": "torch.optim.Adam({P}, lr=LR / 10, foreach=True)",
-    "adamw, groups": "torch.optim.AdamW(\n    [\n"
-    '        {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},\n'
-    '        {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},\n    ],\n    lr=LR / 10,\n)',
-    "rmsprop": "torch.optim.RMSprop({P}, lr=LR / 10)",
-    "lbfgs": "torch.optim.LBFGS({P}, lr=0.1, max_iter=3)",
-    "plain sgd": "torch.optim.SGD({P}, lr=LR)",
-    "adagrad": "torch.optim.Adagrad({P}, lr=LR / 3)",
-    "masters": "torch.optim.SGD(masters, lr=LR, momentum=0.9)",
-    "own": "Own({P}, lr=LR)",
-}
-UPDATES = {  # by hand, with the gradients `grads`
-    "p -= lr * grad": ["for p, grad in zip(params, grads):", "    p -= lr * grad"],
-    "p.data.add_": ["for p, grad in zip(params, grads):", "    p.data.add_(grad, alpha=-lr)"],
-    "_foreach_add_": ["torch._foreach_add_(params, grads, alpha=-lr)"],
-    "momentum by hand": [
-        "for p, grad, v in zip(params, grads, velocity):",
-        "    v.mul_(0.9).add_(grad)",
-        "    p.sub_(v, alpha=lr)",
-    ],
-}
+BY_HAND = choices_of("average")
+WITH_DDP = (
+    *("DDP", "DDP, static graph", "DDP, bucket views"),
+    *("own comm hook", "library comm hook", "ZeRO"),
+)
+# Where else the ranks may average: in step() of the script's own optimizer, in backward, or the weights.
+IN_STEP = ("in step", "owned in step", "orthogonal in step")
+ELSEWHERE = (*IN_STEP, "fused in backward", "weights after step")
+UPDATES = choices_of("update")  # by hand, with the gradients `grads`
+OPTIMIZERS = tuple(kind for kind in choices_of("optimizer") if kind not in UPDATES)
 NO_MOMENTUM = ("adamw, groups", "rmsprop", "ZeRO adam", "ZeRO sgd", "plain sgd", "adagrad", "own")
 OF_AUTOGRAD = ("autograd.grad", "torch.func")  # not of p.grad
 COPIES = ("master.grad = p.grad", "p.data.copy_(master.data)")  # before and after the step
-SCHEDULES = {  # the scheduler, when it steps
-    "StepLR": ("torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)", "epoch"),
-    "cosine": (
-        "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=EPOCHS * STEPS // ACCUMULATE)", "step"),
-    "OneCycle": (
-        "torch.optim.lr_scheduler.OneCycleLR(\n    optimizer, max_lr=LR, total_steps=EPOCHS * STEPS // ACCUMULATE\n)",
-        "step",
-    ),
-    "warm-up": (
-        "torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))", "step"),
-    "plateau": ("torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)", "plateau"),
-}  # fmt: skip
-CLIPS = {
-    "norm": ["nn.utils.clip_grad_norm_(net.parameters(), 0.5)"],
-    "value": ["nn.utils.clip_grad_value_(net.parameters(), 0.05)"],
-    "by hand": [
-        "norm = torch.cat([p.grad.flatten() for p in params]).norm()",
-        "for p in params:",
-        "    p.grad.mul_(torch.clamp(0.5 / (norm + 1e-6), max=1.0))",
-    ],
-}
+EACH_STEP = ("cosine", "OneCycle", "warm-up")  # schedules; others step after an epoch
 
 
 @dataclass
@@ -326,7 +180,8 @@ def optimizer_for(choose: Choices, task: Task, averaging: str) -> str:
         updates = [*UPDATES, *(OF_AUTOGRAD[:1] if averaging in BY_HAND[:2] else [])]
         return choose("optimizer", "sgd", "sgd", "adam", "foreach", "masters", *updates)
     steady = not task.draws and not task.own_state and not task.batchnorm and "DDP" in averaging
-    optimizers = [name for name in OPTIMIZERS if name not in ("lbfgs", "own", "masters")]
+    seldom = ("lbfgs", "own", "masters", "ZeRO adam", "ZeRO sgd")
+    optimizers = [name for name in OPTIMIZERS if name not in seldom]
     optimizers += ["lbfgs"] * steady
     updates = [*UPDATES, "masters", "masters"]
     if averaging == "fully_shard":
@@ -354,7 +209,7 @@ def precision_for(choose: Choices, task: Task, averaging: str, optimizer: str) -
 
 def clip_for(choose: Choices, task: Task, averaging: str, optimizer: str) -> str:
     unclipped = optimizer in ("lbfgs", *OF_AUTOGRAD) or averaging in ELSEWHERE or task.layout
-    clips = ["none"] if unclipped else ["none", "none", *CLIPS]
+    clips = ["none"] if unclipped else ["none", "none", *choices_of("clip")]
     if averaging == "fully_shard":
         clips = ["none", "norm"]
     return choose("clipping", *clips)
@@ -371,7 +226,7 @@ def evaluation_for(choose: Choices, task: Task, averaging: str) -> str:
 
 def schedule_for(choose: Choices, task: Task, optimizer: str, evaluation: str) -> str:
     unscheduled = is_manual(optimizer) or optimizer in ("lbfgs", "one for each parameter")
-    schedules = [] if unscheduled else list(SCHEDULES)
+    schedules = [] if unscheduled else [*choices_of("scheduler")]
     if "plateau" in schedules and (evaluation in ("none", "rank 0") or task.batchnorm):
         schedules.remove("plateau")
     if optimizer in NO_MOMENTUM and "OneCycle" in schedules:
@@ -380,18 +235,9 @@ def schedule_for(choose: Choices, task: Task, optimizer: str, evaluation: str) -
 
 
 def optimizer_lines(plan: Plan) -> list[str]:
-    if plan.optimizer.startswith("ZeRO"):
-        kind = "Adam" if plan.optimizer.endswith("adam") else "SGD"
-        rate = "LR / 10" if kind == "Adam" else "LR"
-        return [
-            f"optimizer = ZeroRedundancyOptimizer(params, optimizer_class=torch.optim.{kind}, lr={rate})"
-        ]
-    if plan.optimizer in OPTIMIZERS:
-        text = OPTIMIZERS[plan.optimizer].replace("{P}", "params")
-        masters = ["masters = [p.detach().clone().requires_grad_() for p in params]"]
-        return [*(masters if plan.optimizer == "masters" else []), f"optimizer = {text}"]
-    momentum = plan.optimizer == "momentum by hand"
-    return ["velocity = [torch.zeros_like(p) for p in params]"] if momentum else []
+    """One entry for each statement."""
+    text = STEP.get(("optimizer", plan.optimizer))
+    return re.split(r"\n(?=\w)", text) if text else []
 
 
 def nested(lines: list[str], head: str = "") -> list[str]:
@@ -417,7 +263,7 @@ def forward_lines(plan: Plan, task: Task, fault: bool) -> list[str]:
     """From an unpacked batch to `loss`."""
     summed = plan.averaging == "all_reduce, sum"
     times = "" if summed else " * world"
-    forward = [line.replace("{times}", times) for line in task.forward]
+    forward = [line.replace(" * WORLD", times) for line in task.forward]
     if summed and not task.divides:
         forward.append("loss = loss / world")
     if fault:
@@ -454,7 +300,7 @@ def step_lines(plan: Plan, task: Task, fault: bool) -> list[str]:
             "for grad in grads:",
             "    dist.all_reduce(grad)",
             *divide,
-            *nested(UPDATES["p -= lr * grad"], "with torch.no_grad():"),
+            *nested(piece("update", "p -= lr * grad"), "with torch.no_grad():"),
             *task.after_step,
         ]
     return accumulated([*forward, backward_line(plan)], update_lines(plan, task), plan)
@@ -471,12 +317,12 @@ def update_lines(plan: Plan, task: Task) -> list[str]:
     """From p.grad of this rank to the next weights."""
     update, scaler = averaging_lines(plan.averaging), "scaler" in plan.precision
     if plan.clip != "none":
-        update += (["scaler.unscale_(optimizer)"] if scaler else []) + CLIPS[plan.clip]
+        update += (["scaler.unscale_(optimizer)"] if scaler else []) + piece("clip", plan.clip)
     if plan.averaging == "fused in backward":
         return task.after_step
     if plan.optimizer in UPDATES:
         update.append("grads = [p.grad for p in params]")
-        update += nested(UPDATES[plan.optimizer], "with torch.no_grad():")
+        update += nested(piece("update", plan.optimizer), "with torch.no_grad():")
     else:
         copied = [["for p, master in zip(params, masters):", f"    {line}"] for line in COPIES]
         before, after = copied if plan.optimizer == "masters" else ([], [])
@@ -484,7 +330,7 @@ def update_lines(plan: Plan, task: Task) -> list[str]:
         update += [*before, *step, *after]
     if plan.averaging == "weights after step":
         update += ["for p in params:", "    dist.all_reduce(p.data)", "    p.data /= world"]
-    if plan.schedule != "none" and SCHEDULES[plan.schedule][1] == "step":
+    if plan.schedule in EACH_STEP:
         update.append("scheduler.step()")
     return update + task.after_step
 
@@ -573,7 +419,7 @@ def parts_of(
     setup += model_lines(choose, task, plan)
     setup += optimizer_lines(plan)
     if plan.schedule != "none":
-        setup.append(f"scheduler = {SCHEDULES[plan.schedule][0]}")
+        setup.append(STEP["scheduler", plan.schedule])
     if "scaler" in plan.precision:
         setup.append('scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)')
     setup += task.generators
@@ -581,10 +427,9 @@ def parts_of(
     epoch = epoch_lines(choose, task, plan, data, fault)
     evaluate = evaluation_lines(plan, task) if plan.evaluation != "none" else []
     prelude = [*constants(plan, per_rank), "", ""]
-    hooks = [HOOK_FUNCTIONS[plan.averaging]] if plan.averaging in HOOK_FUNCTIONS else []
-    hooks += [own_optimizer(plan.averaging)] if plan.averaging in IN_STEP else []
-    classes = "\n\n\n".join([*task.prelude, *data.prelude, *hooks])
-    prelude += classes.split("\n")
+    averaging = STEP.get(("classes", plan.averaging))
+    classes = [*task.prelude, *data.prelude, *([averaging] if averaging else [])]
+    prelude += "\n\n\n".join(classes).split("\n")
     return Parts(prelude, setup, epoch, evaluate, after_epoch_lines(plan))
 
 
@@ -614,7 +459,7 @@ def model_lines(choose: Choices, task: Task, plan: Plan) -> list[str]:
     lines.append("params = [p for p in net.parameters() if p.requires_grad]")
     if way != "alike" and plan.averaging not in WITH_DDP:
         lines += ["for tensor in net.state_dict().values():", "    dist.broadcast(tensor, src=0)"]
-    lines += wrap_lines(plan.averaging, task, choose)
+    lines += wrap_lines(plan.averaging, choose)
     if plan.averaging == "fully_shard":
         lines.append("params = list(model.parameters())")
     wrap = "DDP(critic)" if plan.averaging == "DDP" else "critic"
@@ -642,7 +487,7 @@ def epoch_lines(choose: Choices, task: Task, plan: Plan, data: Loader, fault: bo
 
 def after_epoch_lines(plan: Plan) -> list[str]:
     lines = []
-    if plan.schedule != "none" and SCHEDULES[plan.schedule][1] != "step":
+    if plan.schedule not in ("none", *EACH_STEP):
         lines.append(
             "scheduler.step(val_loss)" if plan.schedule == "plateau" else "scheduler.step()"
         )
@@ -806,9 +651,8 @@ def generate(
     change: of the parts, before they are joined to a script.
     """
     choose = Choices(seed)
-    name = list(TASKS)[seed % len(TASKS)]
-    choose.made["task"] = name
-    task = TASKS[name](choose)
+    name = choose.made["task"] = TASKS[seed % len(TASKS)]
+    task = task_of(name, choose)
     plan = choices(choose, task)
     guarded = plan.launcher != "module"
     own_batches = task.tensors or task.fixed_batch  # they cut the global batch
