@@ -131,6 +131,24 @@ def test_no_import_leads_back_to_its_own_module(folder):
     assert {importing, needed} <= {*circle_in(graph_of(sources | back))}, "the control"
 
 
+def not_reached(graph: Graph, first: set[str]) -> set[str]:
+    """The modules that are imported neither by these nor by what these import."""
+    reached, new = set[str](), first
+    while new:
+        reached |= new
+        new = set().union(*(graph[name] for name in new)) - reached
+    return graph.keys() - reached
+
+
+def test_common_holds_what_the_stages_import_and_nothing_else():
+    sources = sources_of("common")
+    stages = [path.read_text() for path in ROOT.glob("0?_*/train.py")]
+    needed = set().union(*(imported(stage, sources) for stage in stages))
+    assert not_reached(graph_of(sources), needed) == {"common"}
+    more = sources | {"common.extra": "import common.data"}  # the control
+    assert not_reached(graph_of(more), needed) == {"common", "common.extra"}
+
+
 def between_sides(graph: Graph) -> list[tuple[str, str]]:
     """Imports that lead from one side of prove to the other."""
 
