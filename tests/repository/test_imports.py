@@ -132,13 +132,23 @@ def test_no_import_leads_back_to_its_own_module(folder):
     assert {importing, needed} <= {*circle_in(graph_of(sources | back))}, "the control"
 
 
-def reached_from(start: str, graph: Graph) -> set[str]:
+def reached_from(start: set[str], graph: Graph) -> set[str]:
+    """Return these modules, with all that they import and what is imported from there on."""
     reached: set[str] = set()
-    new = {start}
-    while new:
-        reached |= new
-        new = set().union(*(graph[each] for each in new)) - reached
+    while start:
+        reached |= start
+        start = set().union(*(graph[each] for each in start)) - reached
     return reached
+
+
+def test_common_holds_what_the_stages_import_and_nothing_else():
+    sources = sources_of("common")
+    stages = [path.read_text() for path in ROOT.glob("0?_*/train.py")]
+    needed = set().union(*(imported(stage, sources) for stage in stages))
+    graph = graph_of(sources)
+    assert graph.keys() - reached_from(needed, graph) == {"common"}
+    more = graph_of(sources | {"common.extra": "import common.data"})  # the control
+    assert more.keys() - reached_from(needed, more) == {"common", "common.extra"}
 
 
 def reached_sides(graph: Graph) -> list[tuple[str, str]]:
@@ -150,7 +160,7 @@ def reached_sides(graph: Graph) -> list[tuple[str, str]]:
         pairs += [
             (name, needed)
             for name in names
-            for needed in sorted(reached_from(name, graph))
+            for needed in sorted(reached_from({name}, graph))
             if needed.startswith((other, "prove.checks"))
         ]
     return pairs
@@ -170,10 +180,10 @@ def test_what_watches_a_script_and_what_judges_it_share_the_records_alone():
 def test_what_a_rank_loads_starts_no_process_and_makes_no_run():
     """The ranks load all checks, because a check watches and judges."""
     sources, of_runs = sources_of("packages/prove/src/prove"), {"prove.processes", "prove.runs"}
-    assert not reached_from(OBSERVE, graph_of(sources)) & of_runs
+    assert not reached_from({OBSERVE}, graph_of(sources)) & of_runs
     check = sources["prove.checks.files"]
     changed = {"prove.checks.files": f"{check}\nfrom prove.processes import run_command\n"}
-    assert reached_from(OBSERVE, graph_of(sources | changed)) & of_runs, "the control"
+    assert reached_from({OBSERVE}, graph_of(sources | changed)) & of_runs, "the control"
 
 
 def test_a_package_gives_names_and_its_modules_take_none_of_them_back():
