@@ -57,7 +57,7 @@ def test_prove_finds_a_planted_mistake_and_calls_nothing_wrong_that_is_right(nam
 def test_every_check_is_asked_for_by_a_test():
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     asked_for = {PLANTED[name].check for name in CHOSEN} | set(re.findall(r'"([^"\n]+)"', tests))
-    assert {check.value for check in Check} - asked_for == {"ranks"}
+    assert {check.value for check in Check} - {"ranks"} <= asked_for
 
 
 def test_the_page_says_how_many_mistakes_are_planted():
