@@ -74,13 +74,13 @@ def test_a_proof_that_is_ended_leaves_no_process_and_puts_files_back(tmp_path):
     (tmp_path / "train.py").write_text(source)
     command = [sys.executable, "-m", "prove", *TORCHRUN, "train.py"]
     started = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    end = time.monotonic() + 2 * SECONDS
+    end = time.monotonic() + patience(2 * SECONDS)
     while (tmp_path / "log.txt").read_text() == "mine":
         assert time.monotonic() < end
         time.sleep(0.1)
     assert len(processes_in(tmp_path)) == 3, "the control: prove and its two ranks"
     started.terminate()
-    _, errors = started.communicate(timeout=SECONDS)
+    _, errors = started.communicate(timeout=patience(SECONDS))
     assert started.returncode == 143
     last_line = "error: ended by SIGTERM, before anything was known"
     assert errors.splitlines()[-1] == last_line
@@ -97,12 +97,12 @@ def test_a_proof_that_is_ended_prints_what_it_knows(tmp_path):
         [sys.executable, "-m", "prove", *TORCHRUN, "train.py"],
         cwd=tmp_path, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    end = time.monotonic() + 2 * SECONDS
+    end = time.monotonic() + patience(2 * SECONDS)
     while not (tmp_path / "replay").exists():
         assert time.monotonic() < end
         time.sleep(0.1)
     started.send_signal(signal.SIGINT)
-    table, _ = started.communicate(timeout=SECONDS)
+    table, _ = started.communicate(timeout=patience(SECONDS))
     assert started.returncode == 130
     assert "right     averaged gradients" in table
     assert table.endswith("checks so far: ended by SIGINT\n")

@@ -49,7 +49,9 @@ def fail(rank, how):
     if how == "two machines":
         with patch.object(Path, "read_text", lambda _: f"machine-{rank}"):
             return error_of(lambda: dist.init_process_group("shm")), set()
-    dist.init_process_group("shm", timeout=timedelta(seconds=1 if how == "late" else 60))
+    dist.init_process_group("shm", timeout=timedelta(seconds=60))
+    if how == "late":
+        dist.group.WORLD.set_timeout(timedelta(seconds=1))
     opened = open_memory("self")
     assert len(opened) == 1, "the control"
     if rank == 1 and how == "killed":
@@ -87,7 +89,9 @@ def test_a_rank_later_than_the_limit_fails_as_the_others_did():
 def fail_one_after_another(rank, first, how, in_c, call):
     """Something happens to rank 2, the first rank finds it, and then the other one calls."""
     with nullcontext() if in_c else without_a_compiler():
-        dist.init_process_group("shm", timeout=timedelta(seconds=1 if how == "late" else 60))
+        dist.init_process_group("shm", timeout=timedelta(seconds=60))
+    if how == "late":
+        dist.group.WORLD.set_timeout(timedelta(seconds=1))
     store, wait = dist.distributed_c10d._get_default_store(), timedelta(seconds=60)
     if rank == 2 and how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -28,7 +28,7 @@ from shm.work import Pending, pending
 from shm_ranks import patience, run_on_ranks
 
 FOLDER = str(Path(shm.__file__).parent)
-LIMIT = timedelta(seconds=30)
+LIMIT = timedelta(seconds=patience(30))
 EACH, SOME = 1, 7  # of the instructions
 
 
