@@ -31,7 +31,7 @@ OTHER_SECTIONS = [name for name in bench.SECTIONS if name not in SECTIONS_OF_STA
 
 @cache
 def results_of(name: str) -> tuple[str, dict]:
-    """What a section prints and stores."""
+    """Run a section; return what it prints and stores."""
     out = scratch_folder() / "results.json"
     call = ("benchmarks/bench.py", name, "--quick", f"--out={out}", "--device=cpu")
     [(status, output)] = run_script(*call, env=ONE_THREAD, seconds=180)
@@ -40,7 +40,7 @@ def results_of(name: str) -> tuple[str, dict]:
 
 
 def committed(name: str) -> dict:
-    """The results of a section that the pages show; nothing, where no GPU has given them."""
+    """Load the results of a section that the pages show, or none where no GPU has given them."""
     if bench.SECTIONS[name].seconds_on_gpu:
         return result_files.load(result_files.MACHINE).get(name, {})
     return result_files.load(name)
@@ -171,7 +171,7 @@ def test_a_changed_program_makes_a_commit_dirty_and_stored_results_do_not(tmp_pa
 
 
 class Trains:
-    """In place of a process: at each look at it, it writes the next of these epochs."""
+    """Stands in for a process; each time it is polled, it writes the next of these epochs."""
 
     def __init__(self, folder, *epochs):
         self.folder, self.epochs, self.step = folder, list(epochs), 0

@@ -54,7 +54,7 @@ def test_the_rehearsal_runs_what_a_gpu_does_but_for_what_only_gpus_refuse_or_run
 
 
 def test_it_needs_no_more_than_torch_torchvision_and_tabulate_and_no_git(tmp_path):
-    """With our packages where they lie, because they are not installed there."""
+    """Our packages are found where they lie, because they are not installed there."""
     python = make_environment(tmp_path, "torch", "torchvision", "tabulate")
     paths = os.pathsep.join(gpu.PACKAGES)
     env = {"PYTHONPATH": paths, "PATH": str(tmp_path), "COMMIT": "c8ab422"}

@@ -20,7 +20,7 @@ from local_ranks.scripts import launch_script, run_script
 
 
 def popen_by_fork(call: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
-    """In place of Popen: ranks from the forkserver of the tests, there in a moment."""
+    """Stand in for Popen with ranks from the forkserver of the tests, which start in a moment."""
     if call[1] == "-m":
         assert call[2:6] == ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         script = ["packages/shm/src/shm/__main__.py", *call[8:]] if call[6] == "-m" else call[6:]
@@ -33,7 +33,7 @@ def popen_by_fork(call: list[str], env: dict[str, str], **_: object) -> SimpleNa
 
 
 def run_tour(*flags: str) -> None:
-    """Without a count of memory, and with processes that never talk as they might be."""
+    """Run the tour without counting memory; processes that never talk are made up."""
     rows = result_files.load("tour")["rows"]
     counted = {VARIANTS[key].holds_as: row for key, row in rows.items()}
     popen = SimpleNamespace(Popen=popen_by_fork, PIPE=0, STDOUT=0)
@@ -58,7 +58,7 @@ class Tour(NamedTuple):
 
 @pytest.fixture(scope="module")
 def short_tour(tmp_path_factory) -> Tour:
-    """Of 01 and 05 in both formats, a few steps each."""
+    """Run the tour of 01 and 05 in both formats, a few steps each."""
     folder, output = tmp_path_factory.mktemp("tour"), StringIO()
     with redirect_stdout(output):
         run_tour("--stages=01,05", "--epochs=1", "--batch-size=500", f"--run-dir={folder}")
