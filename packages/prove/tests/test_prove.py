@@ -165,6 +165,18 @@ def test_the_original_shows_what_the_conversion_changed(prove_script, tmp_path):
     assert verdict(ended, "one rank") == "right", "with itself it agrees"
 
 
+def test_torch_is_not_imported_before_it_is_needed():
+    """A spare process imports it meanwhile; and a test that calls prove.check may not need it."""
+
+    def imports_torch(module: str) -> bool:
+        code = f"import sys, {module}; print('torch' in sys.modules)"
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        return {"True\n": True, "False\n": False}[ended.stdout]
+
+    assert not imports_torch("prove.__main__")
+    assert imports_torch("prove.checks"), "the control"
+
+
 def test_a_project_keeps_its_script_right_with_a_test(tmp_path, monkeypatch):
     def quick_run(call: list[str], **_: object) -> subprocess.CompletedProcess:
         assert call[:3] == [sys.executable, "-m", "prove"]

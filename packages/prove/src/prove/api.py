@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prove.errors import OWN_ERROR, NotJudgedError, NotObservedError
-from prove.judge.table import WARNING, WRONG, ReportRow, format_table
+from prove.judge.table import WARNING, WRONG, ReportRow
 
 
 @dataclass
@@ -37,11 +37,6 @@ class Result:
         """It was compared with one rank, and nothing is WRONG. There may be warnings, if not
         strict."""
         return not (self.wrong or self.unproven or (self.strict and self.warnings))
-
-    @property
-    def table(self) -> str:
-        """As `python -m prove` prints it."""
-        return format_table(self.rows)
 
 
 def check(command: list[str], *options: str, strict: bool = False) -> Result:
