@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from generate import generate
-from planted.mistakes import HARMLESS, MISTAKES
+from planted_mistakes import HARMLESS, MISTAKES
 from prove.checks import CHECKS
 from prove.checks.mistake import Mistake
 
@@ -144,8 +144,6 @@ def planted() -> dict[str, Case]:
         says = mistake.verdict, mistake.check
         cases.append(Case(mistake.name, changed, *says, options=tuple(options), files=files))
     for file in sorted((HERE / "planted").glob("*.py")):
-        if file.stem == "mistakes":
-            continue
         for ranks in RANKS:
             command = (*TORCHRUN[:-1], f"--nproc-per-node={ranks}", "train.py")
             name = f"clean {file.stem}, {ranks} ranks"

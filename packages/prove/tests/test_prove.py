@@ -11,7 +11,7 @@ import pytest
 
 import cases
 import prove
-from planted.mistakes import ONE_GPU
+from planted_mistakes import ONE_GPU
 from prove.checks import CHECKS
 from prove.judge.table import ProofRow
 from prove_cases import PACKAGE, planted, training_of
