@@ -123,9 +123,9 @@ def _prove(
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     if not hashes_differ:
         os.environ["PYTHONHASHSEED"] = "0"
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # of these descriptors, and no others
     for number, file in enumerate((Path(os.devnull), *outputs)):
         os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
     sys.argv = ["prove", *arguments]
     runpy.run_module("prove", run_name="__main__", alter_sys=True)
 

@@ -238,10 +238,10 @@ class Start:
 
 def run_rank(rank: int, folder: Path, start: Start) -> None:
     """In a process of its own; leaves a trace, or a log without one."""
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # of these descriptors, and no others
     log = os.open(folder / f"log_{rank}", os.O_CREAT | os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits for this one ends it
     os.chdir(folder / "home")
     world = str(start.world)
@@ -272,8 +272,9 @@ def run_rank(rank: int, folder: Path, start: Start) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.__stdout__, sys.__stderr__):
+            if stream:
+                stream.flush()
         os._exit(0)
 
 
