@@ -40,7 +40,7 @@ class Result:
 
 
 def check(command: list[str], *options: str, strict: bool = False) -> Result:
-    """What `python -m prove OPTIONS COMMAND` finds, run in a process of its own.
+    """Run `python -m prove OPTIONS COMMAND` in a process of its own; return what it finds.
 
     Raises NotJudgedError if the script cannot be found, fails by itself, or trains nothing, and
     NotObservedError, which is one, too, if prove itself fails.

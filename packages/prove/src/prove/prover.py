@@ -132,7 +132,7 @@ class Prover:
         return result + original_epoch_rows(records, original)
 
     def why_no_replay(self, command: list[str] | None) -> Comparison | None:
-        """None: one rank can compute from the batches of all."""
+        """Say why one rank cannot compute from the batches of all; None if it can."""
         records = self.observed.records
         reason: Reason | None = None
         if len(records) == 1:
@@ -211,7 +211,7 @@ def steps_of_all_ranks(records: list[RankRecord]) -> list[RankRecord]:
 
 
 def advice_without_group(command: list[str]) -> str:
-    """With a script that makes no process group."""
+    """Advise on a script that makes no process group."""
     if processes.as_torchrun(command):
         return "each process trains for itself. Must it be told, as in Fabric(devices=2)?"
     return "is it started by torchrun?"

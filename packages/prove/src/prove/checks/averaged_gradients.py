@@ -98,7 +98,7 @@ def judge(seen: Seen) -> list[ReportRow]:
 
 
 def row_of_apart(seen: Seen) -> ReportRow | None:
-    """None: the ranks step with the same gradients, or come to the same weights all the same."""
+    """Judge gradients that differ between ranks; None if the steps or the weights do not."""
     verdicts = seen.verdicts("weights")
     differing = [step for step in seen.steps if parameters_apart(step)]
     if not differing or verdicts == [RIGHT]:

@@ -71,15 +71,15 @@ class Seen:
 
 @dataclass(frozen=True)
 class Check:
-    """All of one check. A module may have two of one name, which judge at different stages."""
+    """Holds all of one check; a module may have two of one name, for different stages."""
 
-    name: str  # that the table prints
+    name: str  # as the table prints it
     says: type[Reason]
     judge: Callable[[Seen], list[ReportRow]]
     stage: Stage
-    watch: Callable[[RankRun], None] | None = None  # in each rank, beside the script
+    watch: Callable[[RankRun], None] | None = None  # runs in each rank, beside the script
     moot_if_proven: frozenset[Reason] = frozenset()  # not said if one rank computes the same
-    planted: tuple[Mistake, ...] = ()  # that the check must find, or must not call WRONG
+    planted: tuple[Mistake, ...] = ()  # the check must find them, or not call them WRONG
 
     def __post_init__(self) -> None:
         unique(self.says)  # of two sentences alike, the second would be lost

@@ -23,7 +23,7 @@ class Says(Reason):
 
 
 def judge(seen: Seen) -> list[ReportRow]:
-    """Also the rows of unused_parameters.py: what is said of one model stands together."""
+    """Judge each DDP; rows of unused_parameters.py stand beside those of its model."""
     first = seen.records[0]
     rows = []
     for ddp in first.ddps:

@@ -37,7 +37,7 @@ OF_OTHER_PARAMETERS = (ReplayReason.OTHER_SHAPE, ReplayReason.OTHER_PARAMETERS)
 
 
 class Outcome(Enum):
-    """From the worst to the best."""
+    """What a comparison has shown, from the worst to the best."""
 
     DIFFERENT = "different"
     MEANT_SO = "different, as may be meant"
@@ -167,7 +167,7 @@ class Comparer:
         )
 
     def told_by_weights(self, apart: float) -> Comparison:
-        """Those that the first steps leave behind, which the next ones begin with."""
+        """Compare the weights that the first steps leave behind for the next ones."""
         inside = any(step.exchanges_inside for step in self.replay.own_steps(self.number)[0])
         states = [tuple(map(self.weights_before, pair)) for pair in self.steps]
         if inside:
@@ -293,7 +293,7 @@ class Comparer:
     def cause_of_other_gradient(
         self, of_ranks: Tensor, of_one: Tensor, facts: dict[str, Any]
     ) -> Comparison:
-        """In which parameters, and is it one factor?"""
+        """Explain a gradient that differs: in which parameters, and is it one factor?"""
         known = [pair for pair in self.gradients if pair.of_one.norm() > 1e-9 * of_one.norm()]
         factors = [factor_between(pair) for pair in known]
         names = self.optimizer.names
@@ -332,7 +332,7 @@ class Comparer:
         return ReplayReason.GRADIENT_DIFFERS
 
     def compare_weights(self, apart: float) -> Comparison:
-        """After the last step: are the weights those of one rank?"""
+        """Compare the weights after the last step with those of one rank."""
         facts = {"apart": apart, "at": self.at, "limit": self.limit}
         if not self.steps:
             return Comparison(Outcome.EQUAL, ReplayReason.FIRST_GRADIENT_EQUAL, facts)
@@ -447,13 +447,16 @@ def has_gradient(step: OptimizerStep) -> bool:
 
 
 def any_differs_between(of_ranks: list[list[Projection]]) -> bool:
-    """Between the ranks."""
+    """Do any of these weights differ between the ranks?"""
     return any(differ(held) for held in zip(*of_ranks, strict=False))
 
 
 def factor_of_moments(pair: tuple[OptimizerStep, OptimizerStep]) -> float | None:
-    """By which what step() has averaged is longer than that of one rank: the moments show it, also
-    where the weights hide it. None: there is none, or not one for all parameters."""
+    """Find the factor between what step() has averaged and what one rank has.
+
+    The moments show it, also where the weights hide it. None: there is none, or not one for all
+    parameters.
+    """
     for name in {name for moments in pair[0].moments for name in moments}:
         both = [
             (own[name], one[name])
@@ -479,7 +482,7 @@ def is_multiple(pair: Gradients, factor: float, limit: float) -> bool:
 
 
 def comparisons(replay: Replay) -> list[Comparison]:
-    """Of each optimizer that made a step."""
+    """One Comparison per optimizer that stepped."""
     optimizers = replay.observed.optimizers
     numbers = [n for n, optimizer in enumerate(optimizers) if optimizer.steps]
     compared = [Comparer(replay, number).compare() for number in numbers]
@@ -501,8 +504,10 @@ def comparisons(replay: Replay) -> list[Comparison]:
 
 
 def told_by_model(replay: Replay, at: str) -> Comparison | None:
-    """Of optimizers that hold only what their rank owns: the weights of the whole model, between
-    the batches. None: they do not tell."""
+    """Compare the weights of the whole model, where optimizers hold only what their rank owns.
+
+    These are the weights between the batches. None: they do not tell.
+    """
     of_ranks, of_one = replay.observed.weights, replay.replayed.weights
     counts = sorted(of_ranks.keys() & of_one.keys())
     keys = [key for key in of_ranks.get(0, {}) if key in of_one.get(0, {})]
@@ -528,7 +533,7 @@ def told_by_model(replay: Replay, at: str) -> Comparison | None:
 
 
 def one_of_each(compared: list[Comparison]) -> list[Comparison]:
-    """Of optimizers that one line steps, and that differ for one reason, the farthest."""
+    """Keep the farthest of the optimizers that one line steps and that differ for one reason."""
     groups: dict[tuple, list[Comparison]] = {}
     for each in compared:
         key = (each.outcome, each.reason, each.facts.get("at"), each.facts.get("times"))
@@ -553,7 +558,7 @@ def relative_distance(pair: Gradients) -> float:
 
 
 def distance(projections: list, others: list) -> float:
-    """Between two lists of tensors, as far as their projections tell."""
+    """Measure how far two lists of tensors are apart, as far as their projections tell."""
     pairs = zip(projections, others, strict=False)
     return float(sum((value - other) ** 2 for (value, _), (other, _) in pairs) ** 0.5)
 

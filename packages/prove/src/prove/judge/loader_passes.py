@@ -33,7 +33,7 @@ def pass_with_samples(loader_pass: LoaderPass) -> LoaderPass:
 
 
 def trained_loader_passes(records: list[RankRecord]) -> list[list[LoaderPass]]:
-    """For each pass in which all ranks made steps: the records of the ranks."""
+    """List the passes in which all ranks made steps, each as the records of all ranks."""
     trained = [
         [loader_pass for loader_pass in rank.loader_passes if loader_pass.steps] for rank in records
     ]
@@ -41,7 +41,7 @@ def trained_loader_passes(records: list[RankRecord]) -> list[list[LoaderPass]]:
 
 
 def passes_by_data_set(records: list[RankRecord]) -> list[list[list[LoaderPass]]]:
-    """For each data set that the ranks train on, all passes over it."""
+    """Group the trained passes by their data set."""
     passes_of: dict[int, list[list[LoaderPass]]] = {}  # by the number of the data set
     for passes in trained_loader_passes(records):
         passes_of.setdefault(passes[0].dataset, []).append(passes)
@@ -56,7 +56,7 @@ def epochs_of_data_set(records: list[RankRecord]) -> list[list[LoaderPass]]:
 
 
 def place_of(loader_pass: LoaderPass, number: int) -> str | dict[str, Any]:
-    """Where its loader was made; number: of this pass, among those over its data set."""
+    """Say where the loader of a pass was made; number: of the pass over its data set."""
     if number == 1:
         return loader_pass.at
     return phrase("{at} in pass {number} over it", at=loader_pass.at, number=number)

@@ -34,7 +34,7 @@ def name_of(output: LayerOutput) -> str:
 
 
 def are_apart(of_ranks: list[LayerOutput], of_one: LayerOutput) -> bool:
-    """In any order of the samples."""
+    """Do the outputs of the ranks differ from those of one rank in any order of the samples?"""
     rows = sorted(value for own in of_ranks for value in own.rows)
     largest = max(map(abs, rows), default=0.0) or 1.0
     return any(

@@ -53,12 +53,12 @@ class PrintedNumber(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Of a number, among all that a run prints."""
+    """Says where a number stands among all that a run prints."""
 
     at: str
     line: int  # how often this place has printed before
-    shape: str  # of the line, without its numbers
-    number: int  # in the line
+    shape: str  # the line without its numbers
+    number: int  # which number of the line it is
 
 
 def numbers_in(line: str) -> Iterator[tuple[int, PrintedNumber]]:
@@ -80,7 +80,7 @@ def numbers_in(line: str) -> Iterator[tuple[int, PrintedNumber]]:
 
 
 def printed_numbers(record: RankRecord) -> dict[Place, PrintedNumber]:
-    """Of the first epoch, after a step; but learning rates, which have a row of their own."""
+    """List what is printed in the first epoch after a step, without learning rates."""
     numbers: dict[Place, PrintedNumber] = {}
     lines: dict[str, int] = {}
     rates = learning_rates(record)

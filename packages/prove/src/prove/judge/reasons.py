@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Heading:
-    """Of cures.md, which says more than a cure in the table can."""
+    """Names the headings of cures.md, which says more than a cure in the table can."""
 
     ACCURACY = "test-accuracy-differs-with-the-number-of-ranks"
     BUFFERS = "training-is-good-evaluation-is-bad-batchnorms-running-statistics"

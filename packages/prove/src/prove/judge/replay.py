@@ -30,7 +30,7 @@ from prove.rank_record import (
 
 
 class Precision(Enum):
-    """In which the script was run."""
+    """The precision in which the script was run."""
 
     FLOAT64 = "made wider by prove"
     AS_ASKED = "its own, by --float32"
@@ -38,7 +38,7 @@ class Precision(Enum):
 
 
 class Gradients(NamedTuple):
-    """Of one parameter, at the first step."""
+    """Holds the gradients of one parameter at the first step."""
 
     parameter: int
     of_ranks: Tensor  # (n,) real numbers: see `comparable`
@@ -54,7 +54,7 @@ def load_gradients(file: Path) -> dict:
 
 
 class Replay:
-    """Both runs of a comparison."""
+    """Holds what both runs of a comparison wrote: that of all ranks and that of one."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Replay:
         names: tuple[str, str],
         precision: Precision,
     ) -> None:
-        """names: of the run of all ranks, and of the replay."""
+        """Read both runs; names: that of the run of all ranks, and that of the replay."""
         self.name, self.precision = names[1], precision
         self.is_of_original = names[1] == Mode.ORIGINAL
         self.records = observed.records
@@ -84,19 +84,19 @@ class Replay:
             self.coins, self.rows = tensors["coins"], tensors["rows"]
 
     def steps(self, number: int) -> list[tuple[OptimizerStep, OptimizerStep]]:
-        """The steps of an optimizer: of all ranks, of one rank."""
+        """Pair the steps of an optimizer: those of all ranks with those of one rank."""
         runs = self.observed, self.replayed
         if any(number >= len(run.optimizers) for run in runs):
             return []
         return list(zip(*(run.optimizers[number].steps for run in runs), strict=False))
 
     def own_steps(self, number: int) -> list[tuple[OptimizerStep, ...]]:
-        """The same step as each of the ranks has made it."""
+        """List the steps of an optimizer, each as every rank has made it."""
         records = [rank for rank in self.records if number < len(rank.optimizers)]
         return list(zip(*(rank.optimizers[number].steps for rank in records), strict=False))
 
     def gradients(self, number: int) -> list[Gradients]:
-        """Of the first step of an optimizer."""
+        """Read the gradients of the first step of an optimizer."""
         both = (self.gradients_of_ranks, self.gradients_of_one)
         tensors = zip(*(gradients.get(number, []) for gradients in both), strict=False)
         pairs = []
@@ -110,7 +110,7 @@ class Replay:
         return pairs
 
     def takes_more_batches(self) -> bool:
-        """One rank takes the batches of several steps for one step: accumulation was divided."""
+        """Does one rank take the batches of several steps for one, as accumulation was divided?"""
         if not self.stepped:
             return self.wrote_record and not self.replayed.steps and not self.replayed.error
         of_ranks, of_one = (
@@ -125,7 +125,7 @@ class Replay:
         return later or backwards_of_one >= backwards * len(self.records) > 0
 
     def places_of_draws(self, finding: Finding) -> list[str]:
-        """Of which this was found, in any of the runs."""
+        """List the places of draws of which this was found, in any of the runs."""
         records = [*self.records, self.replayed]
         places = [place for record in records for place in record.draws.get(finding, [])]
         return list(dict.fromkeys(places))

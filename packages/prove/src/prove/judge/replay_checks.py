@@ -30,7 +30,7 @@ class Reproduction(NamedTuple):
 
 
 def reproduction(observed: list[RankRecord], control: list[RankRecord]) -> Reproduction | None:
-    """None: the control did not come so far."""
+    """Measure how well the control reproduces the observed run; None if it did not come so far."""
     apart = Reproduction(0.0, 0, 1, "")
     if len(control) != len(observed):
         return None
@@ -50,8 +50,11 @@ def reproduction(observed: list[RankRecord], control: list[RankRecord]) -> Repro
 
 
 def is_sum_over_local_batch(replay: Replay, sequence: Replay) -> bool:
-    """Rank 0 computed from its own batch what one rank computes from it: the loss did not know
-    of the ranks, and is a sum. With a batch size per rank, this may be meant so."""
+    """Did rank 0 compute from its own batch what one rank computes from it?
+
+    Then the loss did not know of the ranks, and is a sum. With a batch size per rank, this may be
+    meant so.
+    """
     sizes = [
         loader_pass.batch_size for loader_pass in replay.observed.loader_passes if loader_pass.steps
     ]

@@ -20,7 +20,7 @@ class Schedule(NamedTuple):
     """A schedule by batch, and the batches of an epoch of its rank."""
 
     record: ScheduleRecord
-    batches: float  # after which it is over
+    batches: float  # after so many it is over
     batches_per_epoch: int
 
     @property
@@ -85,7 +85,7 @@ def rows_of_one_cycle(rank: RankRecord) -> list[ReportRow]:
 
 
 def schedules_by_batch(replay: Replay) -> list[tuple[Schedule, Schedule]]:
-    """Of a rank, and of the one rank, which has other numbers of batches per epoch."""
+    """Pair the schedules of a rank with those of the one rank, whose epochs have other lengths."""
     pairs: list[tuple[Schedule, Schedule]] = []
     if replay.observed.asked_for_length:  # it follows the loader, whose epochs we have cut
         return pairs
@@ -101,7 +101,7 @@ def schedules_by_batch(replay: Replay) -> list[tuple[Schedule, Schedule]]:
 
 
 def schedule(record: ScheduleRecord, rank: RankRecord, window: int) -> Schedule | None:
-    """None: its length, or that of an epoch, is not known. window: batches that make one step."""
+    """Measure a schedule in batches, of which `window` make one step; None if that is unknown."""
     trained = [loader_pass for loader_pass in rank.loader_passes if loader_pass.steps]
     epoch = trained[0].batches_and_samples if trained else None
     if not record.by_batch or not record.length or not record.batches or epoch is None:
@@ -111,12 +111,12 @@ def schedule(record: ScheduleRecord, rank: RankRecord, window: int) -> Schedule 
 
 
 def is_whole(epochs: float) -> bool:
-    """A constant that makes whole epochs with all ranks, and not with one, was chosen for them."""
+    """Is this a whole number of epochs? A constant that makes it one was chosen for these ranks."""
     return abs(epochs - round(epochs)) < 0.01
 
 
 def row_of_length(of_ranks: Schedule, of_one: Schedule, world_size: int) -> ReportRow | None:
-    """None: the lengths say nothing."""
+    """Judge the lengths of two schedules; None if they say nothing."""
     epochs = of_one.batches_per_epoch / of_ranks.batches_per_epoch
     lengths = of_one.batches / of_ranks.batches
     is_warm_up = of_ranks.batches <= of_ranks.batches_per_epoch

@@ -12,19 +12,19 @@ TINY = 1e-12
 
 @dataclass
 class StepOfRanks:
-    """The same step of an optimizer, as each of the ranks wrote it down."""
+    """Holds one step of an optimizer, as each of the ranks wrote it down."""
 
     optimizer: OptimizerRecord
     number: int
     steps: list[OptimizerStep]
-    exchange_precision: float  # of the numbers that the ranks send each other
+    exchange_precision: float  # spacing near 1 of the numbers that the ranks send
 
     def by_parameter(self, name: str) -> list[tuple]:
-        """What the ranks hold: "weights_before", "weights_after", "gradients", ..."""
+        """List for each parameter what the ranks hold as weights_before, gradients, or the like."""
         return list(zip(*(getattr(step, name) for step in self.steps), strict=True))
 
     def differing_parameters(self, name: str, limit: float = 1e-5) -> list[int]:
-        """The numbers of the parameters for which the ranks hold different tensors."""
+        """Number the parameters for which the ranks hold different tensors."""
         numbered = enumerate(self.by_parameter(name))
         return [number for number, held in numbered if None not in held and differ(held, limit)]
 

@@ -88,7 +88,7 @@ def not_seen(check: str, reason: Reason, **facts: Any) -> ReportRow:
 
 
 def place_of_page() -> str:
-    """As seen from the user's folder, if it lies in it."""
+    """The path of the page of cures, from the user's folder if it lies in it."""
     place = os.path.relpath(PAGE)
     return str(PAGE) if place.startswith("..") else place
 
@@ -114,8 +114,7 @@ def format_table(rows: list[ReportRow]) -> str:
 
 
 def unproven_checks(rows: list[ReportRow], checks: Sequence[str]) -> list[str]:
-    """Those of the comparisons that are the proof which could not be made, or whose difference may
-    be meant so."""
+    """List the proof's comparisons that could not be made, or whose difference may be meant."""
     decided = {row.check for row in rows if row.verdict in (RIGHT, WRONG)}
     decided -= {row.check for row in rows if row.verdict in (NOT_SEEN, WARNING)}
     return [check for check in checks if check not in decided]
