@@ -13,7 +13,7 @@ from prove.judge.replay_reasons import ReplayReason
 from prove.judge.schedule import Schedule, row_of_length
 from prove.judge.steps import StepOfRanks
 from prove.rank_record import (
-    Note,
+    Flag,
     OptimizerRecord,
     OptimizerStep,
     RankRecord,
@@ -259,13 +259,13 @@ def test_the_worst_of_several_optimizers_is_known_whatever_they_are():
 def test_what_has_become_of_the_mean_is_told_from_what_each_rank_computed():
     local = [[1.0, 2.0, -1.0, 3.0], [3.0, -2.0, 2.0, 1.0]]
 
-    def reason(gradients: list[float], *notes: Note) -> Reason:
+    def reason(gradients: list[float], *flags: Flag) -> Reason:
         projections = [(gradient, 4.0) for gradient in gradients]
         steps = [
             OptimizerStep("?", 1, 0, 4, [], 1.0, "torch.float64", [], projections, [*own], False)
             for own in local
         ]
-        record = RankRecord(notes=dict.fromkeys(notes, "train.py:8"))
+        record = RankRecord(flags=dict.fromkeys(flags, "train.py:8"))
         seen = Seen(RunOutcome(0, "", False, False, [record], 1.0), [])
         seen.steps = [StepOfRanks(OptimizerRecord("?", False), 1, steps, 0.0)]
         seen.judged.add("weights")
@@ -274,15 +274,15 @@ def test_what_has_become_of_the_mean_is_told_from_what_each_rank_computed():
         return row.reason
 
     mean = [2.0, 0.0, 0.5, 2.0]
-    assert reason(mean) == reason(mean, Note.CLIPS) == averaged_gradients.Says.MEAN_OF_RANKS
+    assert reason(mean) == reason(mean, Flag.CLIPS) == averaged_gradients.Says.MEAN_OF_RANKS
     assert reason([2 * value for value in mean]) == averaged_gradients.Says.SUM_OF_RANKS
     assert reason([0.75 * a + 0.25 * b for a, b in zip(*local, strict=True)]) == (
         averaged_gradients.Says.WEIGHTED_SUM
     )
-    assert reason([value / 4 for value in mean], Note.CLIPS) == averaged_gradients.Says.CLIPPED
+    assert reason([value / 4 for value in mean], Flag.CLIPS) == averaged_gradients.Says.CLIPPED
     assert reason([value / 4 for value in mean]) == averaged_gradients.Says.CHANGED_BEFORE_STEP
     by_value = [min(value, 0.6) for value in mean]
-    assert reason(by_value, Note.CLIPS) == averaged_gradients.Says.CLIPPED_APART
+    assert reason(by_value, Flag.CLIPS) == averaged_gradients.Says.CLIPPED_APART
     assert reason(by_value) == averaged_gradients.Says.NO_MULTIPLE_OF_MEAN
 
 

@@ -6,7 +6,7 @@
 
     options.py     what can be asked for
     prover.py      the proof, and runs.py the runs that it needs
-    examination.py more runs, where one rank computes something else than all
+    controls.py    more runs, where one rank computes something else than all
     processes.py   starts the ranks, and notices whether they hang; hooks/ for other launchers
     watch/         what each rank does beside the script; random_state.py, its random numbers
     comparable.py  how tensors of any dtype and layout are compared

@@ -1,7 +1,7 @@
 """One proof, from the first run to the rows of the table.
 
-All ranks are observed once, and one rank replays what they got. Only where the two differ, an
-Examination makes more runs.
+All ranks are observed once, and one rank replays what they got. Only where the two differ, Controls
+make more runs.
 """
 
 import shlex
@@ -15,8 +15,8 @@ from pathlib import Path
 from prove import processes
 from prove.checks import CHECKS, judge_in_order
 from prove.checks.base import Seen, Stage
+from prove.controls import Controls
 from prove.errors import NotJudgedError
-from prove.examination import Examination
 from prove.judge import printed_numbers, replay_checks, schedule
 from prove.judge.compare_steps import Comparison, Outcome, comparisons, farthest, worst
 from prove.judge.ends import error_of, what_ranks_do
@@ -27,8 +27,8 @@ from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.table import RIGHT, WRONG, ProofRow, ReportRow, not_seen
 from prove.rank_record import (
+    Flag,
     Mode,
-    Note,
     OptimizerRecord,
     RankRecord,
     ReplayVariant,
@@ -72,7 +72,7 @@ class Prover:
                 advice = "; --cpu runs it without a GPU for each rank" if needs_gpu else ""
                 raise NotJudgedError(f"the script fails by itself: {error}{advice}")
         elif not any(
-            record.steps or record.loader_passes or record.model_calls for record in records
+            record.step_count or record.loader_passes or record.model_calls for record in records
         ):
             raise NotJudgedError("no optimizer step was made, and no model was called")
 
@@ -94,7 +94,7 @@ class Prover:
             message = error_of(observed)
             rows.append(not_seen(ProofRow.ONE_RANK, ReplayReason.RUN_FAILS, message=message))
             return
-        if not any(record.steps for record in records):
+        if not any(record.step_count for record in records):
             batches = sum(loader_pass.batches_given for loader_pass in records[0].loader_passes)
             why = ReplayReason.NO_STEP if batches else ReplayReason.NO_BATCH
             places = list(dict.fromkeys(each.at for each in records[0].loader_passes))
@@ -120,7 +120,7 @@ class Prover:
         if worst(compared) == Outcome.DIFFERENT:
             unsure = replay_checks.unsure_draws(replayed)
             unsure = unsure or replay_checks.draws_not_given(replayed, rows)
-            if not any(each.steps for each in replayed.observed.loader_passes):
+            if not any(each.step_count for each in replayed.observed.loader_passes):
                 facts = {"apart": farthest(compared)}
                 why = ReplayReason.ORIGINAL_GETS_NO_DATA
                 unsure = unsure or Comparison(Outcome.NOT_COMPARED, why, facts)
@@ -139,7 +139,7 @@ class Prover:
             reason = ReplayReason.ONLY_ONE_RANK
         elif command is None:
             reason = ReplayReason.WHICH_COMMAND
-        elif at := records[0].notes.get(Note.MODEL_IS_DIVIDED):
+        elif at := records[0].flags.get(Flag.MODEL_IS_DIVIDED):
             return Comparison(Outcome.NOT_COMPARED, ReplayReason.MODEL_DIVIDED, {"at": at})
         elif self.runs.settings.rows_are_split and not same_contents(records):
             at = trained_loader_passes(records)[0][0].at
@@ -159,15 +159,15 @@ class Prover:
         if obstacle := replay_checks.why_not_replayed(replayed):
             return [obstacle.row(ProofRow.ONE_RANK)]
         compared = comparisons(replayed)
-        examination = Examination(self.runs, command, replayed, compared, rows)
+        controls = Controls(self.runs, command, replayed, compared, rows)
         if worst(compared) == Outcome.DIFFERENT:
-            compared = examination.result()
+            compared = controls.result()
         elif unsure := replay_checks.data_not_given(replayed, compared):
             compared = [unsure]
         result = [each.row(ProofRow.ONE_RANK) for each in compared]
         result += replay_checks.draw_rows(replayed)
         if all(each.outcome == Outcome.EQUAL for each in compared):
-            result += self.number_rows(examination.replayed, examination.variant)
+            result += self.number_rows(controls.replayed, controls.variant)
         result += schedule.schedule_rows(replayed)
         values = replay_checks.smallest_batchnorm(replayed.observed)
         is_small = 0 < values < replay_checks.SMALL_BATCH
@@ -185,8 +185,8 @@ class Prover:
 def steps_of_all_ranks(records: list[RankRecord]) -> list[RankRecord]:
     """Under Join, a rank without a batch makes no step, and gets the weights later: compare only
     the steps before the first rank is done."""
-    passes = [[each for each in rank.loader_passes if each.steps] for rank in records]
-    if Note.JOINS not in records[0].notes or not all(passes):
+    passes = [[each for each in rank.loader_passes if each.step_count] for rank in records]
+    if Flag.JOINS not in records[0].flags or not all(passes):
         return records
     batches = [of_rank[0].batches_given for of_rank in passes]
     if len({*batches}) == 1:

@@ -86,7 +86,7 @@ class DataFinding(StrEnum):
     TOO_MANY = "too many to keep"
 
 
-class Note(Enum):
+class Flag(Enum):
     """A fact about a run that needs no more than the place where it was first seen."""
 
     CLIPS = auto()
@@ -196,7 +196,7 @@ class LoaderPass:
     batches_given: int = 0
     epoch: int = 0  # how many passes over this data set made steps before this one
     ended: bool = False  # it came to the end of its data
-    steps: int = 0
+    step_count: int = 0
     backwards: int = 0
     accumulates: bool = False  # several of its batches make one step
     window: int = 0  # batches up to its first step; 0: not known
@@ -204,7 +204,7 @@ class LoaderPass:
     inputs: list[list[int]] = field(default_factory=list)  # checksums of their first tensors only
     labels: list[int] = field(default_factory=list)  # checksums of all else in them; 0: nothing
     sizes: list[int] = field(default_factory=list)  # how many samples each batch has
-    batches: int | None = None  # how many the sampler has listed
+    batches_listed: int | None = None  # how many the sampler has listed
     samples_file: str = ""  # a file with the indices that the sampler has listed
     replay_number: int | None = None  # among the passes whose batches are kept for a replay
     indices: list[int] = field(default_factory=list)  # read from samples_file after the run
@@ -218,7 +218,7 @@ class LoaderPass:
     @property
     def length(self) -> int:
         """Batches of the whole pass, which we cut short; 0: not known."""
-        return self.batches or (self.batches_and_samples or (0, 0))[0]
+        return self.batches_listed or (self.batches_and_samples or (0, 0))[0]
 
     def ends_as_whole(self) -> bool:
         """Is the last window of the batches that were given as long as that of the whole pass?"""
@@ -334,7 +334,7 @@ class ScheduleRecord:
 
     kind: str  # the class of the scheduler
     at: str  # where it was first stepped
-    steps: int = 0
+    step_count: int = 0
     batches: int = 0  # after how many of them it stepped
     by_batch: bool = False  # it steps more than once per epoch
     length: int | None = None  # steps after which its rate stays; None: not known, or never
@@ -401,7 +401,7 @@ class RankRecord:
     ended: Ended = Ended.NOT_YET
     error: ScriptError | None = None
     progress: RankProgress = field(default_factory=RankProgress)
-    steps: int = 0  # by all optimizers together
+    step_count: int = 0  # by all optimizers together
     loader_passes: list[LoaderPass] = field(default_factory=list)
     unused_loaders: dict[int, str] = field(default_factory=dict)  # by number: where it was made
     optimizers: list[OptimizerRecord] = field(default_factory=list)
@@ -414,7 +414,7 @@ class RankRecord:
     rates_after_epochs: list[list[float]] = field(default_factory=list)
     dropout: dict[str, int] = field(default_factory=dict)  # by place: a digest of torch's generator
     batchnorm: dict[str, int] = field(default_factory=dict)  # by class: fewest values of a channel
-    notes: dict[Note, str] = field(default_factory=dict)  # where each was first seen
+    flags: dict[Flag, str] = field(default_factory=dict)  # where each was first seen
     loss_scale: float = 1.0
     uses_autocast: bool = False
     exchange_precision: float = 0.0  # the spacing of numbers near 1 in what backward and step send

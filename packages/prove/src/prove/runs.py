@@ -14,8 +14,8 @@ from prove.judge.ends import error_of, without_our_ends
 from prove.judge.replay import Precision, Replay
 from prove.rank_record import (
     Ended,
+    Flag,
     Mode,
-    Note,
     RankRecord,
     ReplayVariant,
     RunOutcome,
@@ -185,7 +185,7 @@ class Runs:
         self.report(f"the ranks have unequal numbers of batches: again, with {batches} in an epoch")
         settings = replace(self.settings, batches=batches, variant=ReplayVariant.LONGER)
         if epoch_ends.stop_together(self.run(settings, self.args.command)):
-            records[0].notes[Note.STOP_TOGETHER] = ""
+            records[0].flags[Flag.STOP_TOGETHER] = ""
 
     def run_bare(self, outcome: RunOutcome) -> RunOutcome:
         """Run the script unobserved, a little longer than it ran here: does it fail by itself?"""

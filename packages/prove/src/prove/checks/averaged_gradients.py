@@ -15,7 +15,7 @@ from prove.checks.zero_grad import steps_with_old_gradients
 from prove.judge.reasons import Heading, Reason
 from prove.judge.steps import TINY, StepOfRanks, parameter_names
 from prove.judge.table import RIGHT, WARNING, WRONG, ReportRow, not_seen, right, warning, wrong
-from prove.rank_record import Note
+from prove.rank_record import Flag
 
 NAME = "averaged gradients"
 APART = "the ranks step with different gradients in {apart} of {tensors} tensors: {names} "
@@ -82,7 +82,7 @@ def judge(seen: Seen) -> list[ReportRow]:
         return [row]
     factors = [(times_the_mean(step), step) for step in seen.steps]
     known = [(factor, step) for factor, step in factors if factor is not None]
-    clips_at = seen.records[0].notes.get(Note.CLIPS)
+    clips_at = seen.records[0].flags.get(Flag.CLIPS)
     if not known and clips_at:
         return [not_seen(NAME, Says.CLIPPED_APART, at=clips_at)]
     if not known:

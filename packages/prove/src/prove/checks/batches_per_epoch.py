@@ -15,7 +15,7 @@ from prove.judge.table import (
     warning,
     wrong,
 )
-from prove.rank_record import LoaderPass, Note, RankRecord
+from prove.rank_record import Flag, LoaderPass, RankRecord
 
 NAME = "batches per epoch"
 WORST_FIRST = (WRONG, WARNING, NOT_SEEN, RIGHT)
@@ -51,7 +51,7 @@ def judge(seen: Seen) -> list[ReportRow]:
     rows = [
         row_of_lengths(seen.records, passes, number)
         for number, passes in enumerate(epochs_of_data_set(seen.records), start=1)
-        if number == 1 or all(each.batches is not None for each in passes)
+        if number == 1 or all(each.batches_listed is not None for each in passes)
     ]
     return [min(rows, key=lambda row: WORST_FIRST.index(row.verdict))]
 
@@ -59,7 +59,11 @@ def judge(seen: Seen) -> list[ReportRow]:
 def row_of_lengths(records: list[RankRecord], passes: list[LoaderPass], number: int) -> ReportRow:
     """Judge one pass of all ranks; number: of this pass, among those over its data set."""
     at = place_of(passes[0], number)
-    listed = [loader_pass.batches for loader_pass in passes if loader_pass.batches is not None]
+    listed = [
+        loader_pass.batches_listed
+        for loader_pass in passes
+        if loader_pass.batches_listed is not None
+    ]
     given = [loader_pass.batches_given for loader_pass in passes]
     batches = listed if len(listed) == len(passes) else given
     if batches is not listed and not any(loader_pass.ended for loader_pass in passes):
@@ -69,9 +73,9 @@ def row_of_lengths(records: list[RankRecord], passes: list[LoaderPass], number: 
         for loader_pass, n in zip(passes, batches, strict=True)
     )
     if len({*batches}) > 1:
-        if Note.JOINS in records[0].notes:
+        if Flag.JOINS in records[0].flags:
             return right(NAME, Says.UNEQUAL_BUT_JOINED, batches=batches)
-        if Note.STOP_TOGETHER in records[0].notes:
+        if Flag.STOP_TOGETHER in records[0].flags:
             return right(NAME, Says.UNEQUAL_BUT_STOPPED, batches=batches)
         if are_cut:
             return not_seen(NAME, Says.UNEQUAL_BUT_CUT, batches=batches, at=at)
@@ -88,7 +92,8 @@ def sizes_of(loader_pass: LoaderPass, is_cut: bool) -> list[int]:
     if is_cut:
         return loader_pass.sizes[: loader_pass.batches_given]
     listed, samples = loader_pass.sizes, len(loader_pass.indices)
-    unlisted = (loader_pass.batches or 0) - len(listed)  # only the first ones are written down
+    # Only the first ones are written down.
+    unlisted = (loader_pass.batches_listed or 0) - len(listed)
     return listed if unlisted <= 0 or not samples else [*listed, samples - sum(listed)]
 
 

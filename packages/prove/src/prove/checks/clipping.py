@@ -4,7 +4,7 @@ from prove.checks.base import Check, Seen, Stage
 from prove.checks.mistake import amp
 from prove.judge.reasons import Reason
 from prove.judge.table import WRONG, ReportRow, right, wrong
-from prove.rank_record import Note
+from prove.rank_record import Flag
 
 NAME = "clipping"
 
@@ -18,10 +18,10 @@ class Says(Reason):
 
 
 def judge(seen: Seen) -> list[ReportRow]:
-    notes = seen.records[0].notes
-    if at := notes.get(Note.CLIPS_SCALED):
+    flags = seen.records[0].flags
+    if at := flags.get(Flag.CLIPS_SCALED):
         return [wrong(NAME, Says.CLIPS_SCALED, at=at)]
-    return [right(NAME, Says.CLIPS_UNSCALED)] if Note.CLIPS in notes else []
+    return [right(NAME, Says.CLIPS_UNSCALED)] if Flag.CLIPS in flags else []
 
 
 PLANTED = (

@@ -10,7 +10,7 @@ from prove.judge.ends import ends_with_others, wait_for_ever
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import ReportRow, right, wrong
 from prove.judge.wording import phrase
-from prove.rank_record import Collective, Ended, Note, RankRecord
+from prove.rank_record import Collective, Ended, Flag, RankRecord
 
 NAME = "collectives"
 ALL_CALL = "every rank must reach each collective the same number of times, in the same order"
@@ -51,9 +51,9 @@ def missed_call(records: list[RankRecord], calls: list[list[Collective]]) -> dic
     """What some ranks call and others do not, if all have ended or wait for ever."""
     fewest, most = min(calls, key=len), max(calls, key=len)
     if len(fewest) == len(most):
-        steps = [rank.steps for rank in records]
+        steps = [rank.step_count for rank in records]
         all_known = all(rank.ended != Ended.NOT_YET for rank in records)
-        joins = Note.JOINS in records[0].notes
+        joins = Flag.JOINS in records[0].flags
         is_unequal = all_known and len({*steps}) > 1 and not joins
         return phrase("the ranks have made {steps!s} steps", steps=steps) if is_unequal else None
     call = most[len(fewest)]

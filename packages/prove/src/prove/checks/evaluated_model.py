@@ -33,9 +33,9 @@ def judge(seen: Seen) -> list[ReportRow]:
     if {*seen.verdicts("weights")} - {RIGHT}:
         return []
     alike = []
-    for of_ranks in evaluated_by_all(seen.records):
-        first = of_ranks[0]
-        common, apart = names_apart([own.tensors for own in of_ranks])
+    for ranks_modules in evaluated_by_all(seen.records):
+        first = ranks_modules[0]
+        common, apart = names_apart([own.tensors for own in ranks_modules])
         if apart:
             facts = {
                 "module": first.name, "apart": len(apart), "tensors": len(common), "names": apart,
@@ -58,9 +58,9 @@ def evaluated_by_all(records: list[RankRecord]) -> list[list[EvaluatedModule]]:
             own.setdefault((module.name, module.steps_before), []).append(module)
         by_place.append(own)
     return [
-        list(of_ranks)
+        list(ranks_modules)
         for place in by_place[0]
-        for of_ranks in zip(*(own.get(place, []) for own in by_place), strict=False)
+        for ranks_modules in zip(*(own.get(place, []) for own in by_place), strict=False)
     ]
 
 

@@ -8,7 +8,7 @@ from prove.checks.samples import TOLD_APART
 from prove.judge.loader_passes import NEARLY_ALL, same_dataset, sample_count
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import RIGHT, WARNING, ReportRow, not_seen, right, warning
-from prove.rank_record import EVALUATION_FACTOR, MOST_COLLECTIVES, LoaderPass, Note, RankRecord
+from prove.rank_record import EVALUATION_FACTOR, MOST_COLLECTIVES, Flag, LoaderPass, RankRecord
 
 NAME = "evaluation"
 
@@ -103,7 +103,7 @@ def evaluations(rank: RankRecord) -> list[LoaderPass]:
 def is_evaluation(loader_pass: LoaderPass) -> bool:
     """Is it one, also if it switches gradients off in each batch only, or not at all?"""
     is_complete = loader_pass.ended or loader_pass.batches_given >= loader_pass.limit
-    without_backward = is_complete and not loader_pass.steps and not loader_pass.backwards
+    without_backward = is_complete and not loader_pass.step_count and not loader_pass.backwards
     return bool(
         loader_pass.batches_given
         and loader_pass.steps_before
@@ -136,7 +136,7 @@ def rows_of_dataset(records: list[RankRecord], passes: list[LoaderPass]) -> list
     rows = []
     if not all(map(may_be_summed, records, passes)):
         rows.append(warning(NAME, Says.EVALUATED_NOT_SUMMED, **samples))
-    if twice and Note.GATHERS_FOR_METRICS not in records[0].notes:
+    if twice and Flag.GATHERS_FOR_METRICS not in records[0].flags:
         rows.append(warning(NAME, Says.EVALUATED_TWICE, twice=twice, **samples))
     elif lost > 0:
         rows.append(warning(NAME, Says.EVALUATED_NOT_ALL, lost=lost, **samples))
@@ -170,7 +170,7 @@ def stops_early(loader_pass: LoaderPass) -> bool:
     """Was it the script, not we, that ended this evaluation before the end of its loader?"""
     longest = loader_pass.limit * (1 if loader_pass.with_gradients else EVALUATION_FACTOR)
     given = loader_pass.batches_given
-    return not loader_pass.ended and given < min(loader_pass.batches or 0, longest)
+    return not loader_pass.ended and given < min(loader_pass.batches_listed or 0, longest)
 
 
 def row_of_a_part(passes: list[LoaderPass]) -> ReportRow:
@@ -182,7 +182,7 @@ def row_of_a_part(passes: list[LoaderPass]) -> ReportRow:
         for index in loader_pass.indices[: loader_pass.batches_given * loader_pass.sizes[0]]
     ]
     facts = {
-        "given": first.batches_given, "batches": first.batches,
+        "given": first.batches_given, "batches": first.batches_listed,
         "samples": len({*drawn}), "size": sample_count(passes), "at": first.at,
     }  # fmt: skip
     if {*drawn} == {*range(len(drawn))}:

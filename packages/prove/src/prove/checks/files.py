@@ -79,7 +79,7 @@ def watch(run: RankRun) -> None:
     def note_change(path: str, mode: str | None) -> None:
         is_lock = path.endswith(".lock")  # which all ranks may open
         if mode is not None and not is_lock and len(files.opened) < MOST_OPENED:
-            files.opened.append(OpenedFile(path, mode, where(), run.record.steps))
+            files.opened.append(OpenedFile(path, mode, where(), run.record.step_count))
 
     def note_text(path: str, text: str) -> None:
         texts.add(path)

@@ -50,7 +50,7 @@ def watch(run: RankRun) -> None:
         if is_plain and not may_overflow and len(bad) < MOST_LOSSES:
             value = float(loss.detach())
             if not math.isfinite(value):
-                bad.append(BadLoss(str(value), where(), run.record.steps))
+                bad.append(BadLoss(str(value), where(), run.record.step_count))
 
     run.events.backwards.append(note)
 

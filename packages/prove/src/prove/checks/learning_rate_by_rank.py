@@ -48,7 +48,7 @@ def watch(run: RankRun) -> None:
 
     def note(value: float) -> None:
         if len(given) < MOST_METRICS:
-            given.append(Metric(value, where(), run.record.steps))
+            given.append(Metric(value, where(), run.record.step_count))
 
     run.events.metrics.append(note)
 
@@ -67,12 +67,12 @@ def rows_of_rates(seen: Seen) -> list[ReportRow]:
     ]
     epochs = zip(*(rank.rates_after_epochs for rank in seen.records), strict=False)
     rates += [
-        (list(of_ranks), phrase(Phrase.AFTER_EPOCH, epoch=n))
-        for n, of_ranks in enumerate(epochs, start=1)
+        (list(ranks_rates), phrase(Phrase.AFTER_EPOCH, epoch=n))
+        for n, ranks_rates in enumerate(epochs, start=1)
     ]
-    for of_ranks, when in rates:
-        if any(of_rank != of_ranks[0] for of_rank in of_ranks):
-            first_rates = [of_rank[0] for of_rank in of_ranks]
+    for ranks_rates, when in rates:
+        if any(of_rank != ranks_rates[0] for of_rank in ranks_rates):
+            first_rates = [of_rank[0] for of_rank in ranks_rates]
             return [wrong(NAME, Says.RATES_BY_RANK, rates=first_rates, when=when)]
     return []
 

@@ -165,7 +165,7 @@ def judge(seen: Seen) -> list[ReportRow]:
 def row_of_inputs(records: list[RankRecord]) -> ReportRow:
     """Without a DataLoader: do the ranks call the model with different tensors?"""
     inputs = [[call.checksum for call in rank.model_calls] for rank in records]
-    if not all(inputs) or not records[0].steps:
+    if not all(inputs) or not records[0].step_count:
         return not_seen(NAME, Says.NO_INPUTS)
     if any(of_rank != inputs[0] for of_rank in inputs):
         return right(NAME, Says.DIFFERENT_INPUTS)
@@ -183,9 +183,9 @@ def row_of_data_set(records: list[RankRecord], epochs: list[list[LoaderPass]]) -
     if are_split:
         return right(NAME, Says.ROWS_SPLIT, at=passes[0].at, sampler=passes[0].sampler)
     by_epoch = [
-        row_by_index(records, of_ranks, number)
-        for number, of_ranks in enumerate(epochs, start=1)
-        if all(loader_pass.indices for loader_pass in of_ranks)
+        row_by_index(records, ranks_passes, number)
+        for number, ranks_passes in enumerate(epochs, start=1)
+        if all(loader_pass.indices for loader_pass in ranks_passes)
     ]
     return min(by_epoch, key=lambda row: ORDER.index(row.verdict))
 
@@ -249,9 +249,9 @@ def row_by_content(
     if not contents_tell(passes):
         return not_seen(NAME, Says.CONTENTS_UNKNOWN, **facts)
     share = max(
-        share_in_common(of_ranks[0].checksums, other.checksums)
-        for of_ranks in epochs
-        for other in of_ranks[1:]
+        share_in_common(ranks_passes[0].checksums, other.checksums)
+        for ranks_passes in epochs
+        for other in ranks_passes[1:]
     )
     if share > 0.05:
         is_same = share > 0.5 and compute_the_same(records, passes)

@@ -44,7 +44,7 @@ def judge_end(seen: Seen) -> list[ReportRow]:
         return []
     unused = [name for ddp in stopped[0].ddps for name in ddp.not_in_last_step]
     facts = {
-        "ranks": [rank.rank for rank in stopped], "steps": stopped[0].steps, "at": error.at,
+        "ranks": [rank.rank for rank in stopped], "steps": stopped[0].step_count, "at": error.at,
         "names": phrase(" ({names})", names=unused) if unused else phrase(""),
     }  # fmt: skip
     return [wrong(NAME, Says.REDUCTION_UNFINISHED, **facts)]
@@ -60,7 +60,9 @@ def judge_steps(seen: Seen) -> list[ReportRow]:
     """Only some ranks have a gradient of some parameters."""
     for step in seen.steps:
         local = step.by_parameter("local_gradients")
-        without = [tuple(gradient is None for gradient in of_ranks) for of_ranks in local]
+        without = [
+            tuple(gradient is None for gradient in ranks_gradients) for ranks_gradients in local
+        ]
         mixed = next((ranks for ranks in without if any(ranks) and not all(ranks)), None)
         if mixed:
             numbers = [number for number, ranks in enumerate(without) if ranks == mixed]

@@ -85,12 +85,14 @@ class HeldWeights(NamedTuple):
 
     @property
     def differs_at(self) -> list[int]:
-        return [steps for steps, of_ranks in self.held if differ(of_ranks)]
+        return [steps for steps, ranks_weights in self.held if differ(ranks_weights)]
 
     @property
     def agrees_later(self) -> bool:
         first = self.differs_at[0]
-        return any(steps > first and not differ(of_ranks) for steps, of_ranks in self.held)
+        return any(
+            steps > first and not differ(ranks_weights) for steps, ranks_weights in self.held
+        )
 
     @property
     def moved(self) -> bool:

@@ -20,7 +20,7 @@ from prove.judge.replay_reasons import ReplayReason
 from prove.judge.steps import differ
 from prove.judge.table import ProofRow, ReportRow, not_seen, right, warning, wrong
 from prove.judge.wording import phrase
-from prove.rank_record import Note, OptimizerRecord, OptimizerStep, Projection
+from prove.rank_record import Flag, OptimizerRecord, OptimizerStep, Projection
 
 FLOAT64_LIMIT = 1e-9  # how far rounding can bring equal gradients apart, in units of their length
 FLOAT64_WRONG = 1e-4  # what differs less may be rounding that has grown: no verdict
@@ -115,7 +115,7 @@ class Comparer:
     def comparable_steps(self) -> list[tuple[OptimizerStep, OptimizerStep]]:
         """Until the local batches are not equal any more."""
         steps = []
-        for n, (of_ranks, of_one) in enumerate(self.replay.steps(self.number)):
+        for n, (ranks_step, one_step) in enumerate(self.replay.steps(self.number)):
             own = [
                 record.optimizers[self.number].steps[n]
                 for record in self.replay.records
@@ -123,43 +123,48 @@ class Comparer:
                 and n < len(record.optimizers[self.number].steps)
             ]
             sizes = {step.batch_size for step in own}
-            if len(sizes) > 1 or not of_one.weights_after or not of_ranks.weights_after:
+            if len(sizes) > 1 or not one_step.weights_after or not ranks_step.weights_after:
                 break
-            steps.append((of_ranks, of_one))
+            steps.append((ranks_step, one_step))
         return steps
 
     def compare(self) -> Comparison:
         if obstacle := self.why_not_compared():
             return obstacle
-        of_ranks = torch.cat([pair.of_ranks for pair in self.gradients])
-        of_one = torch.cat([pair.of_one for pair in self.gradients])
-        length = float(of_one.norm() or of_ranks.norm())  # 0: of a loss that has no weight yet
-        apart = float((of_ranks - of_one).norm()) / (length or 1.0)
+        ranks_gradient = torch.cat([pair.ranks_gradient for pair in self.gradients])
+        one_gradient = torch.cat([pair.one_gradient for pair in self.gradients])
+        # 0: of a loss that has no weight yet
+        length = float(one_gradient.norm() or ranks_gradient.norm())
+        apart = float((ranks_gradient - one_gradient).norm()) / (length or 1.0)
         if (apart > self.limit or not length) and self.averages_later:
             return self.told_by_weights(apart)
         if apart <= self.limit:
             return self.compare_weights(apart)
-        return self.told_by_gradient(apart, of_ranks, of_one)
+        return self.told_by_gradient(apart, ranks_gradient, one_gradient)
 
-    def told_by_gradient(self, apart: float, of_ranks: Tensor, of_one: Tensor) -> Comparison:
+    def told_by_gradient(
+        self, apart: float, ranks_gradient: Tensor, one_gradient: Tensor
+    ) -> Comparison:
         at = place_of_loss(self.replay) or self.at
         facts = {"apart": apart, "step": 1, "at": at, "place": place_of_difference(self.replay)}
         if apart <= self.wrong_from:
             return self.too_close(facts)
-        return self.cause_of_other_gradient(of_ranks, of_one, facts)
+        return self.cause_of_other_gradient(ranks_gradient, one_gradient, facts)
 
     @property
     def averages_later(self) -> bool:
         """Do the ranks talk in step() or after it, and hold other gradients before it?"""
         own = self.replay.own_steps(self.number)
-        first = next((of_ranks for of_ranks in own if any(map(has_gradient, of_ranks))), ())
+        first = next(
+            (ranks_steps for ranks_steps in own if any(map(has_gradient, ranks_steps))), ()
+        )
         gradients = zip(*(step.gradients for step in first), strict=False)
         if not any(differ(held, 1e-4) for held in gradients if None not in held):
             return False
-        if any(step.exchanges_inside for of_ranks in own for step in of_ranks):
+        if any(step.exchanges_inside for ranks_steps in own for step in ranks_steps):
             return True
-        befores = [[step.weights_before for step in of_ranks] for of_ranks in own[1:]]
-        afters = [[step.weights_after for step in of_ranks] for of_ranks in own[:-1]]
+        befores = [[step.weights_before for step in ranks_steps] for ranks_steps in own[1:]]
+        afters = [[step.weights_after for step in ranks_steps] for ranks_steps in own[:-1]]
         return (
             len(befores) > 1
             and all(map(any_differs_between, afters))
@@ -224,7 +229,7 @@ class Comparer:
     def without_rounding(self, weights: list[Projection]) -> list[Projection]:
         """Zeros for parameters whose gradient is rounding in all steps, before BatchNorm for
         instance: Adam divides it by itself."""
-        of_steps = [of_one.gradients for _, of_one in self.steps if has_gradient(of_one)]
+        of_steps = [one_step.gradients for _, one_step in self.steps if has_gradient(one_step)]
         of_steps = [each for each in of_steps if are_finite([own for own in each if own])]
         lengths = [max(gradient[1] for gradient in each if gradient) for each in of_steps]
         rounding = max(FLOAT64_LIMIT, 1e-3 * self.limit)
@@ -239,9 +244,9 @@ class Comparer:
             for own, *gradients in zip(weights, *of_steps, strict=True)
         ]
 
-    def farthest_parameter(self, of_ranks: Projections, of_one: Projections) -> str:
+    def farthest_parameter(self, ranks_gradients: Projections, one_gradients: Projections) -> str:
         """The name of the parameter whose weight or gradient is farthest from that of one rank."""
-        pairs = zip(of_ranks, of_one, strict=False)
+        pairs = zip(ranks_gradients, one_gradients, strict=False)
         far = [abs(own[0] - one[0]) if own and one else 0.0 for own, one in pairs]
         return self.optimizer.names[far.index(max(far))]
 
@@ -256,10 +261,10 @@ class Comparer:
         if self.number in other_shapes or any(
             pair.shapes[0] != pair.shapes[1] for pair in self.gradients
         ):
-            for parameter, of_ranks, of_one in other_shapes.get(self.number, [])[:1]:
+            for parameter, ranks_have, one_has in other_shapes.get(self.number, [])[:1]:
                 name = names[parameter]
                 return not_compared(
-                    ReplayReason.OTHER_SHAPE, name=name, of_ranks=of_ranks, of_one=of_one
+                    ReplayReason.OTHER_SHAPE, name=name, of_ranks=ranks_have, of_one=one_has
                 )
             return not_compared(ReplayReason.OTHER_PARAMETERS)
         if kinds := replay.observed.not_comparable or replay.replayed.not_comparable:
@@ -272,14 +277,16 @@ class Comparer:
             kinds = sorted(map(str, self.dtypes))
             return not_compared(ReplayReason.TENSOR_KIND, kinds=kinds, at=self.at)
         if self.dtypes != {pair.dtypes[1] for pair in self.gradients}:
-            of_one = sorted({str(pair.dtypes[1]) for pair in self.gradients})
-            of_ranks = sorted(map(str, self.dtypes))
+            one_has = sorted({str(pair.dtypes[1]) for pair in self.gradients})
+            ranks_have = sorted(map(str, self.dtypes))
             is_wider = replay.precision == Precision.FLOAT64
             advice = phrase(Phrase.TRY_FLOAT32 if is_wider else Phrase.OWN_DTYPE)
             return not_compared(
-                ReplayReason.OTHER_DTYPES, of_ranks=of_ranks, of_one=of_one, advice=advice
+                ReplayReason.OTHER_DTYPES, of_ranks=ranks_have, of_one=one_has, advice=advice
             )
-        both = [tensor for pair in self.gradients for tensor in (pair.of_ranks, pair.of_one)]
+        both = [
+            tensor for pair in self.gradients for tensor in (pair.ranks_gradient, pair.one_gradient)
+        ]
         if not all(bool(tensor.isfinite().all()) for tensor in both):
             return not_compared(ReplayReason.NOT_FINITE, step=1, at=self.at)
         length = max(float(tensor.norm()) for tensor in both)
@@ -291,10 +298,12 @@ class Comparer:
         return None
 
     def cause_of_other_gradient(
-        self, of_ranks: Tensor, of_one: Tensor, facts: dict[str, Any]
+        self, ranks_gradient: Tensor, one_gradient: Tensor, facts: dict[str, Any]
     ) -> Comparison:
         """Explain a gradient that differs: in which parameters, and is it one factor?"""
-        known = [pair for pair in self.gradients if pair.of_one.norm() > 1e-9 * of_one.norm()]
+        known = [
+            pair for pair in self.gradients if pair.one_gradient.norm() > 1e-9 * one_gradient.norm()
+        ]
         factors = [factor_between(pair) for pair in known]
         names = self.optimizer.names
         farthest = max(self.gradients, key=relative_distance)
@@ -313,7 +322,7 @@ class Comparer:
                 facts |= {"agreeing": len(agreeing), "parameters": len(known)}
                 is_all = len(agreeing) == len(known)
                 is_one_nth = abs(factor * len(self.replay.records) - 1) < 1e-3
-                reduced_at = self.replay.observed.notes.get(Note.REDUCES_WITHOUT_BACKWARD)
+                reduced_at = self.replay.observed.flags.get(Flag.REDUCES_WITHOUT_BACKWARD)
                 if is_all and is_one_nth and reduced_at:
                     facts |= {"reduced_at": reduced_at}
                     return Comparison(Outcome.DIFFERENT, ReplayReason.ONE_NTH_OF_A_SUM, facts)
@@ -358,11 +367,11 @@ class Comparer:
     ) -> Comparison:
         """A mistake that begins later is larger at once; rounding grows."""
         before = 0.0
-        for n, (of_ranks, of_one) in enumerate(steps, start=1):
-            now = gradients_apart(of_ranks.gradients, of_one.gradients)
+        for n, (ranks_step, one_step) in enumerate(steps, start=1):
+            now = gradients_apart(ranks_step.gradients, one_step.gradients)
             if now > max(self.wrong_from, 30 * before):
-                facts |= {"step": n, "apart": now, "epoch": of_ranks.epoch}
-                return self.other_later_gradient(facts, of_ranks, of_one)
+                facts |= {"step": n, "apart": now, "epoch": ranks_step.epoch}
+                return self.other_later_gradient(facts, ranks_step, one_step)
             before = max(before, now)
         if apart <= self.limit:
             return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_LESS_PRECISE, facts)
@@ -370,18 +379,18 @@ class Comparer:
         return Comparison(Outcome.TOO_CLOSE, ReplayReason.LITTLE_PRECISION, facts)
 
     def other_later_gradient(
-        self, facts: dict[str, Any], of_ranks: OptimizerStep, of_one: OptimizerStep
+        self, facts: dict[str, Any], ranks_step: OptimizerStep, one_step: OptimizerStep
     ) -> Comparison:
-        batches = (of_ranks.epoch, of_ranks.batch), (of_one.epoch, of_one.batch)
+        batches = (ranks_step.epoch, ranks_step.batch), (one_step.epoch, one_step.batch)
         if batches[0] == batches[1] or self.replay.is_of_original:
-            facts |= {"most_in": self.farthest_parameter(of_ranks.gradients, of_one.gradients)}
-            before = distance(of_ranks.weights_before, of_one.weights_before)
-            change = distance(of_ranks.weights_after, self.steps[0][0].weights_before)
+            facts |= {"most_in": self.farthest_parameter(ranks_step.gradients, one_step.gradients)}
+            before = distance(ranks_step.weights_before, one_step.weights_before)
+            change = distance(ranks_step.weights_after, self.steps[0][0].weights_before)
             if before > self.wrong_from * change:
                 return Comparison(Outcome.DIFFERENT, ReplayReason.WEIGHTS_CHANGED_BETWEEN, facts)
             facts |= {"at": place_of_loss(self.replay) or self.at}
             return Comparison(Outcome.DIFFERENT, ReplayReason.LATER_GRADIENT_DIFFERS, facts)
-        facts |= {"batch": of_ranks.batch, "other": of_one.batch, "at": of_ranks.at}
+        facts |= {"batch": ranks_step.batch, "other": one_step.batch, "at": ranks_step.at}
         return Comparison(Outcome.MEANT_SO, ReplayReason.OTHER_BATCH, facts)
 
     def cause_of_other_weights(
@@ -392,14 +401,15 @@ class Comparer:
     ) -> Comparison:
         """A later gradient, rounding that the optimizer has made larger, or a mistake."""
         of_gradients = [
-            gradients_apart(of_ranks.gradients, of_one.gradients) for of_ranks, of_one in steps
+            gradients_apart(ranks_step.gradients, one_step.gradients)
+            for ranks_step, one_step in steps
         ]
-        for n, (gradient_apart, (of_ranks, of_one)) in enumerate(
+        for n, (gradient_apart, (ranks_step, one_step)) in enumerate(
             zip(of_gradients, steps, strict=True), start=1
         ):
             if gradient_apart > FLOAT64_WRONG:
                 facts |= {"step": n, "apart": gradient_apart, "epoch": steps[n - 1][0].epoch}
-                return self.other_later_gradient(facts, of_ranks, of_one)
+                return self.other_later_gradient(facts, ranks_step, one_step)
         adapts = any(optimizer.is_adaptive for optimizer in self.replay.observed.optimizers)
         if adapts and weights_apart[0] <= 1e-5 and not other_change_between(steps, weights_apart):
             # A bias whose gradient is only rounding (before BatchNorm, of attention's keys) grows
@@ -436,8 +446,8 @@ def other_change_between(
     change = distance(steps[-1][0].weights_after, steps[0][0].weights_before) or 1.0
     return any(
         apart <= 1e-5
-        and distance(of_ranks.weights_before, of_one.weights_before) > FLOAT64_WRONG * change
-        for apart, (of_ranks, of_one) in zip(weights_apart, steps[1:], strict=False)
+        and distance(ranks_step.weights_before, one_step.weights_before) > FLOAT64_WRONG * change
+        for apart, (ranks_step, one_step) in zip(weights_apart, steps[1:], strict=False)
     )
 
 
@@ -446,9 +456,9 @@ def has_gradient(step: OptimizerStep) -> bool:
     return any(gradient and gradient[1] != 0 for gradient in step.gradients)
 
 
-def any_differs_between(of_ranks: list[list[Projection]]) -> bool:
+def any_differs_between(ranks_weights: list[list[Projection]]) -> bool:
     """Do any of these weights differ between the ranks?"""
-    return any(differ(held) for held in zip(*of_ranks, strict=False))
+    return any(differ(held) for held in zip(*ranks_weights, strict=False))
 
 
 def factor_of_moments(pair: tuple[OptimizerStep, OptimizerStep]) -> float | None:
@@ -473,12 +483,12 @@ def factor_of_moments(pair: tuple[OptimizerStep, OptimizerStep]) -> float | None
 
 
 def factor_between(pair: Gradients) -> float:
-    return float(pair.of_ranks @ pair.of_one / (pair.of_one @ pair.of_one))
+    return float(pair.ranks_gradient @ pair.one_gradient / (pair.one_gradient @ pair.one_gradient))
 
 
 def is_multiple(pair: Gradients, factor: float, limit: float) -> bool:
-    distance_to_it = (pair.of_ranks - factor * pair.of_one).norm()
-    return bool(distance_to_it <= limit * abs(factor) * pair.of_one.norm())
+    distance_to_it = (pair.ranks_gradient - factor * pair.one_gradient).norm()
+    return bool(distance_to_it <= limit * abs(factor) * pair.one_gradient.norm())
 
 
 def comparisons(replay: Replay) -> list[Comparison]:
@@ -508,10 +518,13 @@ def told_by_model(replay: Replay, at: str) -> Comparison | None:
 
     These are the weights between the batches. None: they do not tell.
     """
-    of_ranks, of_one = replay.observed.weights, replay.replayed.weights
-    counts = sorted(of_ranks.keys() & of_one.keys())
-    keys = [key for key in of_ranks.get(0, {}) if key in of_one.get(0, {})]
-    states = [[[run[count][key] for key in keys] for run in (of_ranks, of_one)] for count in counts]
+    ranks_weights, one_weights = replay.observed.weights, replay.replayed.weights
+    counts = sorted(ranks_weights.keys() & one_weights.keys())
+    keys = [key for key in ranks_weights.get(0, {}) if key in one_weights.get(0, {})]
+    states = [
+        [[run[count][key] for key in keys] for run in (ranks_weights, one_weights)]
+        for count in counts
+    ]
     by_step = {
         n: distance(*after) / distance(before[0], after[0])
         for n, (before, after) in enumerate(pairwise(states), start=1)
@@ -554,7 +567,9 @@ def farthest(compared: list[Comparison]) -> float:
 
 
 def relative_distance(pair: Gradients) -> float:
-    return float((pair.of_ranks - pair.of_one).norm() / (pair.of_one.norm() + 1e-30))
+    return float(
+        (pair.ranks_gradient - pair.one_gradient).norm() / (pair.one_gradient.norm() + 1e-30)
+    )
 
 
 def distance(projections: list, others: list) -> float:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from prove.judge.wording import in_words, phrase
-from prove.rank_record import Collective, Ended, Note, RankRecord, RunOutcome
+from prove.rank_record import Collective, Ended, Flag, RankRecord, RunOutcome
 
 LOST_CONNECTION = re.compile(  # the other rank is gone
     "closed by peer|reset by peer|Broken pipe|Read error|ncclRemoteError|ncclSystemError"
@@ -25,7 +25,7 @@ def error_is(rank: RankRecord, kind: re.Pattern) -> bool:
 
 
 def ends_with_others(rank: RankRecord) -> bool:
-    return Note.ENDS_WITH_OTHERS in rank.notes
+    return Flag.ENDS_WITH_OTHERS in rank.flags
 
 
 def without_our_ends(outcome: RunOutcome) -> RunOutcome:
@@ -37,7 +37,7 @@ def without_our_ends(outcome: RunOutcome) -> RunOutcome:
         return outcome
     records = [
         replace(
-            rank, ended=Ended.WHEN_SEEN, error=None, notes=rank.notes | {Note.ENDS_WITH_OTHERS: ""}
+            rank, ended=Ended.WHEN_SEEN, error=None, flags=rank.flags | {Flag.ENDS_WITH_OTHERS: ""}
         )
         if rank.error
         else rank
@@ -74,7 +74,9 @@ def state_of(rank: RankRecord, hang: bool) -> dict[str, Any]:
             words = "rank {rank} gets the message of another collective at {at}"
         return phrase(words, rank=number, at=rank.error.at)
     if rank.ended != Ended.NOT_YET:
-        return phrase("rank {rank} has ended after {steps} steps", rank=number, steps=rank.steps)
+        return phrase(
+            "rank {rank} has ended after {steps} steps", rank=number, steps=rank.step_count
+        )
     if not hang:  # its process was killed; where it was in its last call is all that is known
         last = rank.collectives[-1] if rank.collectives else NO_CALL
         words = "the process of rank {rank} ended in {name} at {at}"
@@ -108,8 +110,8 @@ def error_of(outcome: RunOutcome) -> str:
         return f"{error.kind} at {error.at}: {' '.join(error.message.split())[:MOST_CHARACTERS]}"
     lines = [line.strip() for line in outcome.log.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|error:", line)]
-    of_ranks = [line for line in errors if not line.startswith(LAUNCHER)]
-    last = (of_ranks or errors or lines or ["it printed nothing"])[-1][:300]
+    ranks_errors = [line for line in errors if not line.startswith(LAUNCHER)]
+    last = (ranks_errors or errors or lines or ["it printed nothing"])[-1][:300]
     places = re.findall(r'^  File "([^"<]+)", line (\d+)', outcome.log, re.M)
     own = [f"{os.path.relpath(file)}:{line}" for file, line in places if not INSTALLED.search(file)]
     return f"{last} (at {own[-1]})" if own else last

@@ -1,7 +1,7 @@
 """Was an epoch seen as it ends? If it was cut elsewhere, how many batches would show that?"""
 
 from prove.judge.loader_passes import epochs_of_data_set
-from prove.rank_record import LoaderPass, Note, RankRecord, RunOutcome
+from prove.rank_record import Flag, LoaderPass, RankRecord, RunOutcome
 
 
 def batches_up_to_last_window(record: RankRecord) -> int:
@@ -25,10 +25,14 @@ def shortest_of_unequal_epochs(records: list[RankRecord]) -> int:
     nobody knows."""
     if not records:
         return 0
-    if Note.JOINS in records[0].notes:
+    if Flag.JOINS in records[0].flags:
         return 0
-    batches = [[each.batches or 0 for each in passes] for passes in epochs_of_data_set(records)]
-    return max((min(of_ranks) for of_ranks in batches if len({*of_ranks}) > 1), default=0)
+    batches = [
+        [each.batches_listed or 0 for each in passes] for passes in epochs_of_data_set(records)
+    ]
+    return max(
+        (min(ranks_batches) for ranks_batches in batches if len({*ranks_batches}) > 1), default=0
+    )
 
 
 def stop_together(outcome: RunOutcome) -> bool:
@@ -40,11 +44,11 @@ def stop_together(outcome: RunOutcome) -> bool:
     if outcome.status or not all(rank.ended.is_well for rank in records):
         return False
     steps = [{*map(steps_of_epoch, records, passes)} for passes in epochs_of_data_set(records)]
-    return bool(steps) and all(len(of_ranks) == 1 for of_ranks in steps)
+    return bool(steps) and all(len(ranks_steps) == 1 for ranks_steps in steps)
 
 
 def steps_of_epoch(record: RankRecord, loader_pass: LoaderPass) -> int:
     """How many steps come before the next epoch; the last one before a `break` is one of them."""
     later = record.loader_passes[loader_pass.number + 1 :]
     ends = [each.steps_before for each in later if each.dataset == loader_pass.dataset]
-    return (ends[0] if ends else record.steps) - loader_pass.steps_before
+    return (ends[0] if ends else record.step_count) - loader_pass.steps_before

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from prove.judge.wording import phrase
-from prove.rank_record import LoaderPass, Note, RankRecord
+from prove.rank_record import Flag, LoaderPass, RankRecord
 
 NEARLY_ALL = 0.98  # the share of a data set that counts as the whole
 
@@ -35,9 +35,10 @@ def pass_with_samples(loader_pass: LoaderPass) -> LoaderPass:
 def trained_loader_passes(records: list[RankRecord]) -> list[list[LoaderPass]]:
     """List the passes in which all ranks made steps, each as the records of all ranks."""
     trained = [
-        [loader_pass for loader_pass in rank.loader_passes if loader_pass.steps] for rank in records
+        [loader_pass for loader_pass in rank.loader_passes if loader_pass.step_count]
+        for rank in records
     ]
-    return [list(of_ranks) for of_ranks in zip(*trained, strict=False)]
+    return [list(ranks_passes) for ranks_passes in zip(*trained, strict=False)]
 
 
 def passes_by_data_set(records: list[RankRecord]) -> list[list[list[LoaderPass]]]:
@@ -123,12 +124,14 @@ def rows_are_split(records: list[RankRecord]) -> bool:
 
 def same_contents(records: list[RankRecord]) -> bool:
     passes = trained_loader_passes(records)
-    return bool(passes) and all(same_on_all_ranks(of_ranks, "checksums") for of_ranks in passes)
+    return bool(passes) and all(
+        same_on_all_ranks(ranks_passes, "checksums") for ranks_passes in passes
+    )
 
 
 def share_one_data_set(records: list[RankRecord]) -> bool:
     """Do the ranks train on one data set? Groups of ranks may each train on what they like."""
-    return len(records) > 1 and Note.HAS_GROUPS not in records[0].notes
+    return len(records) > 1 and Flag.HAS_GROUPS not in records[0].flags
 
 
 def compute_the_same(records: list[RankRecord], passes: list[LoaderPass]) -> bool:
@@ -151,6 +154,6 @@ def gradients_of(rank: RankRecord, loader_pass: LoaderPass | None) -> list[float
     optimizers = [optimizer.steps for optimizer in rank.optimizers]
     if loader_pass is not None and len(optimizers) == 1:  # else nobody knows which steps are its
         before = loader_pass.steps_before
-        optimizers = [optimizers[0][before : before + loader_pass.steps]]
+        optimizers = [optimizers[0][before : before + loader_pass.step_count]]
     steps = [step for steps in optimizers for step in steps]
     return [value for step in steps for value in step.local_gradients if value is not None]

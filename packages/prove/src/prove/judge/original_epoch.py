@@ -10,7 +10,7 @@ def original_epoch_rows(records: list[RankRecord], original: RankRecord) -> list
     """Do all ranks together train on as many samples, in as many batches, as the original would?
     It got our batches, but its loader has a length of its own."""
     check, passes = ProofRow.EPOCH_OF_ORIGINAL, trained_loader_passes(records)
-    passes_of_original = [each for each in original.loader_passes if each.steps]
+    passes_of_original = [each for each in original.loader_passes if each.step_count]
     if not passes or not passes_of_original:
         return []
     compared = (passes_of_original[0], *passes[0])
@@ -29,7 +29,7 @@ def original_epoch_rows(records: list[RankRecord], original: RankRecord) -> list
     if samples < samples_of_original:
         return [warning(check, ReplayReason.ORIGINAL_HAS_MORE_SAMPLES, **lengths)]
     accumulates = any(
-        loader_pass.steps < loader_pass.batches_given
+        loader_pass.step_count < loader_pass.batches_given
         for loader_pass in (passes[0][0], passes_of_original[0])
     )
     if batches != batches_of_original and not accumulates:

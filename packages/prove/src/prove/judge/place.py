@@ -16,15 +16,15 @@ def place_of_difference(replay: Replay) -> dict[str, Any]:
         return phrase(Phrase.NOTHING)
     in_turn = zip(*(rank.outputs for rank in replay.records), replay.replayed.outputs, strict=False)
     seen = 0
-    for *of_ranks, of_one in in_turn:
-        for rank, own in enumerate(of_ranks):
-            if (own.layer, own.kind) != (of_one.layer, of_one.kind):
-                facts = {"rank": rank, "layer": name_of(own), "other": name_of(of_one)}
+    for *ranks_outputs, one_output in in_turn:
+        for rank, own in enumerate(ranks_outputs):
+            if (own.layer, own.kind) != (one_output.layer, one_output.kind):
+                facts = {"rank": rank, "layer": name_of(own), "other": name_of(one_output)}
                 return phrase(Phrase.OTHER_LAYER, **facts)
-        if len(of_one.rows) != sum(len(own.rows) for own in of_ranks):
+        if len(one_output.rows) != sum(len(own.rows) for own in ranks_outputs):
             continue  # no row for each sample
-        if are_apart(of_ranks, of_one):
-            return phrase(Phrase.FIRST_OUTPUT, layer=name_of(of_one))
+        if are_apart(ranks_outputs, one_output):
+            return phrase(Phrase.FIRST_OUTPUT, layer=name_of(one_output))
         seen += 1
     return phrase(Phrase.AFTER_THE_MODEL if seen else Phrase.NOTHING)
 
@@ -33,13 +33,13 @@ def name_of(output: LayerOutput) -> str:
     return f"{output.layer} ({output.kind})".strip()
 
 
-def are_apart(of_ranks: list[LayerOutput], of_one: LayerOutput) -> bool:
+def are_apart(ranks_outputs: list[LayerOutput], one_output: LayerOutput) -> bool:
     """Do the outputs of the ranks differ from those of one rank in any order of the samples?"""
-    rows = sorted(value for own in of_ranks for value in own.rows)
+    rows = sorted(value for own in ranks_outputs for value in own.rows)
     largest = max(map(abs, rows), default=0.0) or 1.0
     return any(
         not abs(own - one) <= LIMIT * largest
-        for own, one in zip(rows, sorted(of_one.rows), strict=True)
+        for own, one in zip(rows, sorted(one_output.rows), strict=True)
     )
 
 

@@ -105,11 +105,11 @@ def learning_rates(record: RankRecord) -> set[float]:
 
 def differences(replay: Replay) -> dict[Place, tuple[PrintedNumber, PrintedNumber]]:
     """Where all ranks (rank 0) and one rank print different numbers."""
-    of_one = printed_numbers(replay.replayed)
+    one_numbers = printed_numbers(replay.replayed)
     return {
-        place: (number, of_one[place])
+        place: (number, one_numbers[place])
         for place, number in printed_numbers(replay.observed).items()
-        if place in of_one and not number.is_near(of_one[place], 1e-3)
+        if place in one_numbers and not number.is_near(one_numbers[place], 1e-3)
     }
 
 
@@ -120,10 +120,10 @@ def need_control(replay: Replay) -> bool:
 
 def printed_rows(replay: Replay, control: list[RankRecord] | None = None) -> list[ReportRow]:
     """control: the records of the same ranks, run again with what they got."""
-    check, of_one = ProofRow.PRINTED_NUMBERS, printed_numbers(replay.replayed)
+    check, one_numbers = ProofRow.PRINTED_NUMBERS, printed_numbers(replay.replayed)
     numbers = {
         place: number for place, number in printed_numbers(replay.observed).items()
-        if place in of_one and (number.is_statistic or control)
+        if place in one_numbers and (number.is_statistic or control)
     }  # fmt: skip
     if control:
         again = printed_numbers(control[0])
@@ -138,7 +138,7 @@ def printed_rows(replay: Replay, control: list[RankRecord] | None = None) -> lis
         }  # fmt: skip
     differing: dict[str, dict[str, Any]] = {}  # the first difference of each place
     for place, number in numbers.items():
-        one = of_one[place]
+        one = one_numbers[place]
         if not number.is_near(one, 1e-3):
             facts = {"name": number.name, "of_ranks": number.text, "of_one": one.text}
             difference = phrase(

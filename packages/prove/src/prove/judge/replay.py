@@ -1,6 +1,6 @@
 """A replay that has ended, and the run of all ranks that it replays: what can be compared in them.
 
-`of_ranks` is what all ranks have, `of_one` what one rank has.
+What all ranks have is called `ranks_...`, and what one rank has `one_...`.
 """
 
 import warnings
@@ -41,8 +41,8 @@ class Gradients(NamedTuple):
     """Holds the gradients of one parameter at the first step."""
 
     parameter: int
-    of_ranks: Tensor  # (n,) real numbers: see `comparable`
-    of_one: Tensor
+    ranks_gradient: Tensor  # (n,) real numbers: see `comparable`
+    one_gradient: Tensor
     shapes: tuple[torch.Size, torch.Size]  # as the script has them
     dtypes: tuple[torch.dtype, torch.dtype]
 
@@ -72,16 +72,16 @@ class Replay:
         self.error = error_of(outcome) if outcome.status else ""
         self.wrote_record = bool(outcome.records)
         self.replayed = outcome.records[0] if outcome.records else RankRecord()
-        self.stepped = self.replayed.steps > 0 and self.replayed.ended != Ended.NOT_YET
-        of_ranks, of_one = (gradients_file(folder, name, 0) for name in names)
-        self.gradients_of_ranks = load_gradients(of_ranks)
-        self.gradients_of_one: dict = {}
-        self.coins: dict[DrawKey, Draw] = {}  # what the ranks have decided differently
+        self.stepped = self.replayed.step_count > 0 and self.replayed.ended != Ended.NOT_YET
+        ranks_file, one_file = (gradients_file(folder, name, 0) for name in names)
+        self.ranks_gradients = load_gradients(ranks_file)
+        self.one_gradients: dict = {}
+        self.batch_decisions: dict[DrawKey, Draw] = {}  # what the ranks have decided differently
         self.rows: dict[DrawKey, OneDraw] = {}  # what each sample had for itself
         if self.stepped:
-            self.gradients_of_one = load_gradients(of_one)
+            self.one_gradients = load_gradients(one_file)
             tensors = torch.load(tensors_file(folder, names[1], 0), weights_only=False)
-            self.coins, self.rows = tensors["coins"], tensors["rows"]
+            self.batch_decisions, self.rows = tensors["batch_decisions"], tensors["rows"]
 
     def steps(self, number: int) -> list[tuple[OptimizerStep, OptimizerStep]]:
         """Pair the steps of an optimizer: those of all ranks with those of one rank."""
@@ -97,23 +97,26 @@ class Replay:
 
     def gradients(self, number: int) -> list[Gradients]:
         """Read the gradients of the first step of an optimizer."""
-        both = (self.gradients_of_ranks, self.gradients_of_one)
+        both = (self.ranks_gradients, self.one_gradients)
         tensors = zip(*(gradients.get(number, []) for gradients in both), strict=False)
         pairs = []
-        for parameter, (of_ranks, of_one) in enumerate(tensors):
-            if of_ranks is None or of_one is None:
+        for parameter, (ranks_gradient, one_gradient) in enumerate(tensors):
+            if ranks_gradient is None or one_gradient is None:
                 continue
             with suppress(NotComparableError):  # its kind stands in the record
-                shapes, dtypes = (of_ranks.shape, of_one.shape), (of_ranks.dtype, of_one.dtype)
-                flat = comparable(of_ranks), comparable(of_one)
+                shapes, dtypes = (
+                    (ranks_gradient.shape, one_gradient.shape),
+                    (ranks_gradient.dtype, one_gradient.dtype),
+                )
+                flat = comparable(ranks_gradient), comparable(one_gradient)
                 pairs.append(Gradients(parameter, *flat, shapes, dtypes))
         return pairs
 
     def takes_more_batches(self) -> bool:
         """Does one rank take the batches of several steps for one, as accumulation was divided?"""
         if not self.stepped:
-            return self.wrote_record and not self.replayed.steps and not self.replayed.error
-        of_ranks, of_one = (
+            return self.wrote_record and not self.replayed.step_count and not self.replayed.error
+        ranks_batches, one_batches = (
             [optimizer.steps[0].batch for optimizer in run.optimizers if optimizer.steps]
             for run in (self.observed, self.replayed)
         )
@@ -121,7 +124,7 @@ class Replay:
             sum(backward.steps_before == 0 for backward in run.backwards)
             for run in (self.observed, self.replayed)
         )
-        later = bool(of_ranks and of_one) and of_one[0] > of_ranks[0]
+        later = bool(ranks_batches and one_batches) and one_batches[0] > ranks_batches[0]
         return later or backwards_of_one >= backwards * len(self.records) > 0
 
     def places_of_draws(self, finding: Finding) -> list[str]:

@@ -35,7 +35,7 @@ def reproduction(observed: list[RankRecord], control: list[RankRecord]) -> Repro
     if len(control) != len(observed):
         return None
     for own, again in zip(observed, control, strict=True):
-        if not again.steps or again.error:
+        if not again.step_count or again.error:
             return None
         for optimizer, other in zip(own.optimizers, again.optimizers, strict=False):
             pairs = list(zip(optimizer.steps, other.steps, strict=False))
@@ -56,7 +56,9 @@ def is_sum_over_local_batch(replay: Replay, sequence: Replay) -> bool:
     meant so.
     """
     sizes = [
-        loader_pass.batch_size for loader_pass in replay.observed.loader_passes if loader_pass.steps
+        loader_pass.batch_size
+        for loader_pass in replay.observed.loader_passes
+        if loader_pass.step_count
     ]
     if not sequence.stepped or not sizes or sequence.replayed.own_batch_size != sizes[0]:
         return False
@@ -65,8 +67,8 @@ def is_sum_over_local_batch(replay: Replay, sequence: Replay) -> bool:
         return False
     pairs = zip(*(step.local_gradients for step in steps[0]), strict=False)
     known = [pair for pair in pairs if None not in pair]
-    of_rank_0, of_one = ([pair[run] for pair in known] for run in (0, 1))
-    return bool(known) and not any_differs(of_rank_0, of_one, limit=1e-3)
+    of_rank_0, one_changes = ([pair[run] for pair in known] for run in (0, 1))
+    return bool(known) and not any_differs(of_rank_0, one_changes, limit=1e-3)
 
 
 def unsure_draws(replay: Replay) -> Comparison | None:
@@ -140,8 +142,8 @@ def by_statistics(replay: Replay, comparison: Comparison) -> Comparison:
     statistics = [each for each in replay.observed.statistics if each.tag in tags]
     if comparison.outcome != Outcome.DIFFERENT or not statistics:
         return comparison
-    first, of_ranks = statistics[0], [record.statistics for record in replay.records]
-    values = [each.value for own in of_ranks for each in own if each.tag == first.tag]
+    first, ranks_statistics = statistics[0], [record.statistics for record in replay.records]
+    values = [each.value for own in ranks_statistics for each in own if each.tag == first.tag]
     facts = comparison.facts | {"name": first.name, "at": first.at, "values": values}
     return Comparison(Outcome.DIFFERENT, ReplayReason.STATISTICS_BY_RANK, facts)
 
@@ -151,7 +153,7 @@ def missing_before_a_later_epoch(replay: Replay) -> dict[str, Any] | None:
     if places := replay.places_of_draws(Finding.BETWEEN):
         return phrase(Phrase.DRAWN_BETWEEN, places=places)
     passes = replay.observed.loader_passes
-    trained = {each.dataset for each in passes if each.steps}
+    trained = {each.dataset for each in passes if each.step_count}
     for each in passes:
         is_cut = not each.with_gradients and not each.ended and each.batches_given
         if is_cut and each.dataset in trained:
@@ -163,7 +165,7 @@ def draws_not_given(replay: Replay, rows: list[ReportRow]) -> Comparison | None:
     """Without a loader, the original gets no draws of the ranks: nobody knows when they are due."""
     of_draws = (ProofRow.RANDOM_DECISIONS, ProofRow.RANDOM_NUMBERS)
     places = [at for row in rows if row.check in of_draws for at in row.facts["places"]]
-    if not places or any(each.steps for each in replay.observed.loader_passes):
+    if not places or any(each.step_count for each in replay.observed.loader_passes):
         return None
     return Comparison(Outcome.NOT_COMPARED, ReplayReason.DRAWS_NOT_GIVEN, {"places": places})
 
@@ -186,17 +188,17 @@ def decision_rows(replay: Replay) -> list[ReportRow]:
     the name of the distribution can tell."""
     check, places = ProofRow.RANDOM_DECISIONS, replay.places_of_draws(Finding.COIN)
     names: dict[str, set[str]] = {}
-    for key in replay.coins:
+    for key in replay.batch_decisions:
         names.setdefault(key.at, set()).add(key.name)
     shares = [at for at in places if names.get(at) and names[at] <= DRAWS_OF_SHARES]
     agreed_first = replay.places_of_draws(Finding.COMMON)
     agreed = [at for at in places if at not in shares and at in agreed_first]
-    coins = [at for at in places if at not in shares and at not in agreed_first]
+    decided = [at for at in places if at not in shares and at not in agreed_first]
     rows = []
     if agreed:
         rows.append(warning(check, ReplayReason.COIN_LEAVES_STEP, places=agreed))
-    if coins:
-        rows.append(warning(check, ReplayReason.COIN_BY_RANK, places=coins))
+    if decided:
+        rows.append(warning(check, ReplayReason.COIN_BY_RANK, places=decided))
     if shares and not rows:
         rows.append(right(check, ReplayReason.SHARE_BY_RANK, places=shares))
     return rows
@@ -211,8 +213,11 @@ def batchnorm_rows(replay: Replay, whole_batch_replay: Replay | None) -> list[Re
     if whole_batch_replay is None or not whole_batch_replay.stepped:
         return [right(ProofRow.BATCHNORM, ReplayReason.BATCHNORM_OF_EACH_RANK, **facts)]
     gradients = whole_batch_replay.gradients(0)
-    apart = sum(float((pair.of_ranks - pair.of_one).norm()) ** 2 for pair in gradients) ** 0.5
-    length = sum(float(pair.of_one.norm()) ** 2 for pair in gradients) ** 0.5 or 1.0
+    apart = (
+        sum(float((pair.ranks_gradient - pair.one_gradient).norm()) ** 2 for pair in gradients)
+        ** 0.5
+    )
+    length = sum(float(pair.one_gradient.norm()) ** 2 for pair in gradients) ** 0.5 or 1.0
     return [
         warning(ProofRow.BATCHNORM, ReplayReason.BATCHNORM_OF_FEW, apart=apart / length, **facts)
     ]

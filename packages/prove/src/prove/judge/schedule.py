@@ -9,7 +9,7 @@ from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.table import ProofRow, ReportRow, right, warning
 from prove.judge.wording import phrase
-from prove.rank_record import Ended, Mode, Note, RankRecord, ScheduleRecord
+from prove.rank_record import Ended, Flag, Mode, RankRecord, ScheduleRecord
 
 CHECK = ProofRow.SCHEDULE
 FEW_STEPS = 2  # that a script may add, to be sure
@@ -34,13 +34,17 @@ def schedule_rows(replay: Replay) -> list[ReportRow]:
 
 def rows_of_end(replay: Replay) -> list[ReportRow]:
     """One rank ends by itself before it has had all batches that the ranks have had."""
-    of_ranks = min(map(training_batches, replay.records))
-    of_one = training_batches(replay.replayed)
+    ranks_batches = min(map(training_batches, replay.records))
+    one_batches = training_batches(replay.replayed)
     ends = replay.replayed.ended == Ended.AT_ITS_END and replay.name == Mode.REPLAY
-    ends &= replay.replayed.steps < min(own.steps for own in replay.records)
-    if not ends or of_one >= of_ranks or any(Note.JOINS in own.notes for own in replay.records):
+    ends &= replay.replayed.step_count < min(own.step_count for own in replay.records)
+    if (
+        not ends
+        or one_batches >= ranks_batches
+        or any(Flag.JOINS in own.flags for own in replay.records)
+    ):
         return []
-    facts = {"of_ranks": of_ranks, "of_one": of_one, "world_size": len(replay.records)}
+    facts = {"of_ranks": ranks_batches, "of_one": one_batches, "world_size": len(replay.records)}
     return [warning(CHECK, ReplayReason.ENDS_EARLIER, **facts)]
 
 
@@ -61,7 +65,7 @@ def rows_of_rates(replay: Replay) -> list[ReportRow]:
 def rows_of_one_cycle(rank: RankRecord) -> list[ReportRow]:
     """A schedule that raises an error in the middle of an epoch, because its steps were counted
     otherwise than those of the loader."""
-    trained = [loader_pass for loader_pass in rank.loader_passes if loader_pass.steps]
+    trained = [loader_pass for loader_pass in rank.loader_passes if loader_pass.step_count]
     if rank.asked_for_length or not trained or not trained[0].length:  # see schedules_by_batch
         return []
     first = trained[0]
@@ -71,8 +75,8 @@ def rows_of_one_cycle(rank: RankRecord) -> list[ReportRow]:
     for record in rank.schedules:
         if not record.total_steps or not record.by_batch or not record.batches:
             continue
-        steps = first.steps + left // (first.window or 1)
-        steps = round(steps * record.steps / record.batches)
+        steps = first.step_count + left // (first.window or 1)
+        steps = round(steps * record.step_count / record.batches)
         if record.total_steps % steps <= FEW_STEPS:
             continue
         epochs = record.total_steps / steps
@@ -89,11 +93,13 @@ def schedules_by_batch(replay: Replay) -> list[tuple[Schedule, Schedule]]:
     pairs: list[tuple[Schedule, Schedule]] = []
     if replay.observed.asked_for_length:  # it follows the loader, whose epochs we have cut
         return pairs
-    for of_ranks, of_one in zip(replay.observed.schedules, replay.replayed.schedules, strict=False):
-        window = next((each.window for each in replay.observed.loader_passes if each.steps), 1)
+    for ranks_record, one_record in zip(
+        replay.observed.schedules, replay.replayed.schedules, strict=False
+    ):
+        window = next((each.window for each in replay.observed.loader_passes if each.step_count), 1)
         both = (
-            schedule(of_ranks, replay.observed, window),
-            schedule(of_one, replay.replayed, window),
+            schedule(ranks_record, replay.observed, window),
+            schedule(one_record, replay.replayed, window),
         )
         if both[0] is not None and both[1] is not None:
             pairs.append((both[0], both[1]))
@@ -102,11 +108,11 @@ def schedules_by_batch(replay: Replay) -> list[tuple[Schedule, Schedule]]:
 
 def schedule(record: ScheduleRecord, rank: RankRecord, window: int) -> Schedule | None:
     """Measure a schedule in batches, of which `window` make one step; None if that is unknown."""
-    trained = [loader_pass for loader_pass in rank.loader_passes if loader_pass.steps]
+    trained = [loader_pass for loader_pass in rank.loader_passes if loader_pass.step_count]
     epoch = trained[0].batches_and_samples if trained else None
     if not record.by_batch or not record.length or not record.batches or epoch is None:
         return None
-    steps_per_batch = record.steps / record.batches / (window or 1)
+    steps_per_batch = record.step_count / record.batches / (window or 1)
     return Schedule(record, record.length / steps_per_batch, epoch[0])
 
 
@@ -115,27 +121,29 @@ def is_whole(epochs: float) -> bool:
     return abs(epochs - round(epochs)) < 0.01
 
 
-def row_of_length(of_ranks: Schedule, of_one: Schedule, world_size: int) -> ReportRow | None:
+def row_of_length(
+    ranks_schedule: Schedule, one_schedule: Schedule, world_size: int
+) -> ReportRow | None:
     """Judge the lengths of two schedules; None if they say nothing."""
-    epochs = of_one.batches_per_epoch / of_ranks.batches_per_epoch
-    lengths = of_one.batches / of_ranks.batches
-    is_warm_up = of_ranks.batches <= of_ranks.batches_per_epoch
+    epochs = one_schedule.batches_per_epoch / ranks_schedule.batches_per_epoch
+    lengths = one_schedule.batches / ranks_schedule.batches
+    is_warm_up = ranks_schedule.batches <= ranks_schedule.batches_per_epoch
     if is_warm_up or abs(epochs - 1) < LENGTH_TOLERANCE:
         return None
     facts = {
-        "batches": round(of_ranks.batches), "batches_of_one": round(of_one.batches),
-        "epoch": of_ranks.batches_per_epoch, "epoch_of_one": of_one.batches_per_epoch,
-        "epochs": of_ranks.epochs, "epochs_of_one": of_one.epochs,
-        "world_size": world_size, "at": of_ranks.record.at,
+        "batches": round(ranks_schedule.batches), "batches_of_one": round(one_schedule.batches),
+        "epoch": ranks_schedule.batches_per_epoch, "epoch_of_one": one_schedule.batches_per_epoch,
+        "epochs": ranks_schedule.epochs, "epochs_of_one": one_schedule.epochs,
+        "world_size": world_size, "at": ranks_schedule.record.at,
     }  # fmt: skip
     if abs(lengths / epochs - 1) < LENGTH_TOLERANCE:
-        rates = of_ranks.record.highest_rate, of_one.record.highest_rate
+        rates = ranks_schedule.record.highest_rate, one_schedule.record.highest_rate
         if any_differs([rates[0]], [rates[1]], 1e-3):
             rates_as_facts = {"of_ranks": rates[0], "of_one": rates[1]}
             return warning(CHECK, ReplayReason.HIGHEST_RATE_DIFFERS, **rates_as_facts, **facts)
         return right(CHECK, ReplayReason.SCHEDULE_FOLLOWS_LOADER, **facts)
     if abs(lengths - 1) < LENGTH_TOLERANCE and not (
-        is_whole(of_ranks.epochs) > is_whole(of_one.epochs)
+        is_whole(ranks_schedule.epochs) > is_whole(one_schedule.epochs)
     ):
         return warning(CHECK, ReplayReason.SCHEDULE_IGNORES_LOADER, **facts)
     return None
@@ -150,20 +158,20 @@ def rate_rows(replay: Replay) -> list[ReportRow]:
         for n, pair in enumerate(replay.steps(number), start=1)
     ]
     compared = [  # rates, when, and the reason if they differ
-        (of_ranks.learning_rates, of_one.learning_rates, when, ReplayReason.RATE_DIFFERS)
-        for of_ranks, of_one, when in steps
+        (ranks_step.learning_rates, one_step.learning_rates, when, ReplayReason.RATE_DIFFERS)
+        for ranks_step, one_step, when in steps
     ]
     if observed.rates_after_epochs and replayed.rates_after_epochs:
         rates = observed.rates_after_epochs[0], replayed.rates_after_epochs[0]
         when = phrase(Phrase.AFTER_EPOCH, epoch=1)
         compared.append((*rates, when, ReplayReason.RATE_AFTER_EPOCH_DIFFERS))
     compared += [  # one rank was given those of the ranks, too
-        (of_ranks.momenta, of_one.momenta, when, ReplayReason.MOMENTUM_DIFFERS)
-        for of_ranks, of_one, when in steps
+        (ranks_step.momenta, one_step.momenta, when, ReplayReason.MOMENTUM_DIFFERS)
+        for ranks_step, one_step, when in steps
     ]
-    for of_ranks, of_one, when, reason in compared:
-        if any_differs(of_ranks, of_one):
-            pairs = zip(of_ranks, of_one, strict=False)
+    for ranks_values, one_values, when, reason in compared:
+        if any_differs(ranks_values, one_values):
+            pairs = zip(ranks_values, one_values, strict=False)
             own, one = next((own, one) for own, one in pairs if any_differs([own], [one]))
             facts = {"of_ranks": own, "of_one": one, "when": when}
             return [warning(CHECK, reason, world_size=len(replay.records), **facts)]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prove.rank_record import Note, OptimizerRecord, OptimizerStep, Projection, RankRecord
+from prove.rank_record import Flag, OptimizerRecord, OptimizerStep, Projection, RankRecord
 
 TINY = 1e-12
 
@@ -56,8 +56,8 @@ def steps_of(records: list[RankRecord]) -> list[StepOfRanks]:
     for optimizers in zip(*(rank.optimizers for rank in records), strict=False):
         if any(optimizer.keys != optimizers[0].keys for optimizer in optimizers):
             continue  # each rank holds the parameters that it owns
-        of_ranks = zip(*(optimizer.steps for optimizer in optimizers), strict=False)
-        for number, of_each in enumerate(of_ranks, start=1):
+        ranks_steps = zip(*(optimizer.steps for optimizer in optimizers), strict=False)
+        for number, of_each in enumerate(ranks_steps, start=1):
             if all(step.weights_after for step in of_each):
                 sent = records[0].exchange_precision
                 steps.append(StepOfRanks(optimizers[0], number, list(of_each), sent))
@@ -65,7 +65,7 @@ def steps_of(records: list[RankRecord]) -> list[StepOfRanks]:
 
 
 def model_is_divided(records: list[RankRecord]) -> bool:
-    return not records[0].notes.keys().isdisjoint({Note.HAS_GROUPS, Note.MODEL_IS_DIVIDED})
+    return not records[0].flags.keys().isdisjoint({Flag.HAS_GROUPS, Flag.MODEL_IS_DIVIDED})
 
 
 def differing_statistic(records: list[RankRecord]) -> dict[str, Any] | None:

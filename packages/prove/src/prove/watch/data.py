@@ -122,7 +122,7 @@ class ListedSampler:
             drawn = torch.tensor([int(i) for batch in batches for i in batch], dtype=torch.long)
         except (TypeError, ValueError):  # a sampler of keys that are no numbers
             return
-        loader_pass.batches = len(batches)
+        loader_pass.batches_listed = len(batches)
         loader_pass.sizes = [len(batch) for batch in batches[:MOST_SIZES]]
         _, may_draw = without_subsets(self.loader.dataset)
         indices = drawn if may_draw is None else may_draw[drawn]
@@ -185,7 +185,7 @@ class LoaderWatcher:
         self.end_batch()
         loader_pass = self.begin(loader)
         epochs = sum(
-            earlier.steps > 0 and earlier.dataset == loader_pass.dataset
+            earlier.step_count > 0 and earlier.dataset == loader_pass.dataset
             for earlier in loader_passes
         )
         if training and self.model.loop_watcher:
@@ -239,7 +239,7 @@ class LoaderWatcher:
             is_stream=is_stream,
             with_gradients=torch.is_grad_enabled(),
             batches_and_samples=batches_and_samples(loader),
-            steps_before=record.steps,
+            steps_before=record.step_count,
             collectives_before=len(record.collectives),
             backwards_before=self.model.backwards,
             generators=random_state.state_digests(),
@@ -269,12 +269,12 @@ class LoaderWatcher:
         """Give the loader's own batches, until the script has had enough of them."""
         run, model, steps = self.run, self.model, self.steps
         size, before, looks_ahead = 0, len(run.record.model_calls), False
-        steps_of_others = run.record.steps  # made with batches of other passes
+        steps_of_others = run.record.step_count  # made with batches of other passes
         while True:
             self.end_batch()
             if torch.is_grad_enabled():  # a step counts here, too, if its last batch came elsewhere
-                loader_pass.steps = run.record.steps - steps_of_others
-            if loader_pass.steps and not loader_pass.window:
+                loader_pass.step_count = run.record.step_count - steps_of_others
+            if loader_pass.step_count and not loader_pass.window:
                 loader_pass.window = loader_pass.batches_given - looks_ahead
             loader_pass.backwards = model.backwards - loader_pass.backwards_before
             if loader_pass.batches_given == 1:
@@ -294,7 +294,7 @@ class LoaderWatcher:
             if loader_pass.with_gradients:
                 model.keep_start()
                 self.begin_batch(loader_pass, loader_pass.batches_given, size)
-            steps_of_others = run.record.steps - loader_pass.steps
+            steps_of_others = run.record.step_count - loader_pass.step_count
             yield as_double(batch.batch) if run.settings.float64 else batch.batch
 
     def is_enough(self, loader_pass: LoaderPass) -> bool:
@@ -311,11 +311,11 @@ class LoaderWatcher:
             return False
         if given == batches and loader_pass.loader not in self.asked_for_length:
             loader_pass.accumulates = (
-                loader_pass.backwards > 0 and loader_pass.steps <= batches // 2
+                loader_pass.backwards > 0 and loader_pass.step_count <= batches // 2
             )
         if not loader_pass.accumulates:
             return True
-        has_steps = loader_pass.steps >= batches and loader_pass.ends_as_whole()
+        has_steps = loader_pass.step_count >= batches and loader_pass.ends_as_whole()
         return has_steps or given >= MOST_MICRO_BATCHES * batches
 
     def note_batch(self, loader_pass: LoaderPass, batch: Collated) -> int:
@@ -324,7 +324,7 @@ class LoaderWatcher:
         loader_pass.workers_drew |= batch.drew
         batch = with_checksums(batch, loader_pass)
         size = len(batch.checksums) if batch.file else batch_size_of(batch.batch)
-        if loader_pass.batches is None:
+        if loader_pass.batches_listed is None:
             loader_pass.sizes.append(size)
         loader_pass.batches_given += 1
         if len(loader_pass.contents) < self.most_batches(loader_pass.with_gradients):
@@ -383,7 +383,7 @@ class LoaderWatcher:
         if number < feeder.passes:
             record.own_batch_size = record.own_batch_size or loader.batch_size
             return self.recorded_batches(feeder, number, loader_pass, loader.collate_fn)
-        if record.steps:
+        if record.step_count:
             self.run.end_early()
         return None
 
@@ -445,7 +445,7 @@ def next_batch(iterator: Iterator, loader_pass: LoaderPass, draws: Draws) -> Col
 def with_checksums(batch: Collated, loader_pass: LoaderPass) -> Collated:
     """Give a batch checksums of its rows if its samples are unknown or not the sampler's."""
     is_known = bool(batch.file)
-    if is_known and loader_pass.batches is not None and not loader_pass.is_stream:
+    if is_known and loader_pass.batches_listed is not None and not loader_pass.is_stream:
         listed = loader_pass.sizes[loader_pass.batches_given : loader_pass.batches_given + 1]
         if listed and listed[0] != len(batch.checksums):  # __getitems__ gave something else
             is_known = False

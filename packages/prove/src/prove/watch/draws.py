@@ -140,7 +140,7 @@ class Draws:
 
         It may do so for the next epoch, and its state cannot be restored.
         """
-        if self.run.record.steps and not self.is_loading and not self.run.written:
+        if self.run.record.step_count and not self.is_loading and not self.run.written:
             self.note_finding(Finding.BETWEEN, where())
 
     def note_states(self) -> None:
@@ -285,8 +285,8 @@ class Draws:
                 names = with_size_named(draw.arguments, size)
                 if names != with_size_named(arguments, sum(self.sizes)):
                     self.note_finding(Finding.NOT_MATCHED, key.at)
-                    of_ranks = [own.arguments for own in draws]
-                    if any(own != of_ranks[0] for own in of_ranks):
+                    ranks_arguments = [own.arguments for own in draws]
+                    if any(own != ranks_arguments[0] for own in ranks_arguments):
                         self.note_finding(Finding.OTHER_SHARES, key.at)
                     return None
                 of_places = key.name in DRAWS_OF_PLACES
@@ -311,7 +311,7 @@ class Draws:
 
     def finish(self) -> None:
         self.run.tensors |= {
-            "draws": self.recorded, "coins": self.batch_decisions, "rows": self.rows,
+            "draws": self.recorded, "batch_decisions": self.batch_decisions, "rows": self.rows,
         }  # fmt: skip
 
     def places_in_merged_batch(self, values: list[Tensor]) -> list[Tensor]:

@@ -25,7 +25,7 @@ from prove.rank_record import (
     MOST_COLLECTIVES,
     Collective,
     Ended,
-    Note,
+    Flag,
     PrintedText,
     calls_file,
 )
@@ -67,9 +67,9 @@ def watch_collective(run: RankRun, name: str, printed_name: str = "") -> None:
                 f.write("\t".join(progress.collective) + "\n")
         note_precision(run, [*args, *kwargs.values()])
         if has_no_backward(run, progress.collective, args):
-            run.note(Note.REDUCES_WITHOUT_BACKWARD)
+            run.flag(Flag.REDUCES_WITHOUT_BACKWARD)
         if any(caller == "gather_for_metrics" for *_, caller in callers()):
-            run.note(Note.GATHERS_FOR_METRICS)
+            run.flag(Flag.GATHERS_FOR_METRICS)
         run.note_event()
         try:
             return original(*args, **kwargs)
@@ -98,7 +98,7 @@ def has_no_backward(run: RankRun, call: Collective, args: tuple) -> bool:
 
     The functions of torch.distributed.nn.functional do both.
     """
-    if call.name != "all_reduce" or call.library or run.record.steps or not args:
+    if call.name != "all_reduce" or call.library or run.record.step_count or not args:
         return False
     return isinstance(args[0], torch.Tensor) and args[0].grad_fn is not None
 
@@ -160,12 +160,12 @@ def watch_groups(run: RankRun) -> None:
     @wrap_everywhere(c10d, "new_group")
     def new_group(original: Callable, ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         if ranks is not None and 1 < len(ranks) < run.record.world_size:
-            run.note(Note.HAS_GROUPS)
+            run.flag(Flag.HAS_GROUPS)
         return original(ranks, *args, **kwargs)
 
     @wrap(Join, "__init__")  # which DDP.join makes, too
     def join(original: Callable, *args: Any, **kwargs: Any) -> None:
-        run.note(Note.JOINS)
+        run.flag(Flag.JOINS)
         original(*args, **kwargs)
 
 
@@ -341,7 +341,7 @@ class PrintWatcher:
         if len(record.printed) >= MOST_CALLS or not text.strip():
             return False
         at, first_epoch = where(outside=outside), not self.run.in_second_epoch
-        record.printed.append(PrintedText(text, at, record.steps, first_epoch, on_terminal))
+        record.printed.append(PrintedText(text, at, record.step_count, first_epoch, on_terminal))
         return True
 
     def call_inside(self, function: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -75,7 +75,7 @@ def passes_of_rank_0_alone(records: list[RankRecord]) -> list[int]:
     looked_at = [
         own.replay_number
         for own in kept[0]
-        if own.replay_number is not None and not own.steps and not own.backwards
+        if own.replay_number is not None and not own.step_count and not own.backwards
     ]
     in_step = len(kept[0]) - len(looked_at)
     return looked_at if all(len(own) == in_step for own in kept[1:]) else []
@@ -111,7 +111,7 @@ class InputKeeper:
         run = self.run
         if not run.has_no_loader():
             return args, kwargs
-        if run.joined and run.record.steps < run.most_steps():
+        if run.joined and run.record.step_count < run.most_steps():
             kept = run.tensors.setdefault("forwards", [])
             call = copy_tensors(list(args)), copy_tensors(kwargs)
             kept.append(call)
@@ -189,7 +189,7 @@ class Feeder:
     def batches_of(self, loader: Any) -> int | None:
         for recorded in self.recorded_loader_passes:
             if recorded.loader == loader.prove_number and torch.is_grad_enabled():
-                batches = min(recorded.batches or recorded.batches_given, recorded.limit)
+                batches = min(recorded.batches_listed or recorded.batches_given, recorded.limit)
                 return batches * (self.world_size if self.in_sequence else 1)
         return None
 

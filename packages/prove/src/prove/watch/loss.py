@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prove.rank_record import Backward, Note
+from prove.rank_record import Backward, Flag
 from prove.watch.model import ModelWatcher
 from prove.watch.rank_run import RankRun, where, wrap
 
@@ -41,7 +41,7 @@ def watch_scaling(run: RankRun) -> None:
         @wrap(nn.utils, name)
         def clip(original: Callable, *args: Any, **kwargs: Any) -> Any:
             scaled = run.record.loss_scale != 1 and not unscaled
-            run.note(Note.CLIPS_SCALED if scaled else Note.CLIPS)
+            run.flag(Flag.CLIPS_SCALED if scaled else Flag.CLIPS)
             return original(*args, **kwargs)
 
         setattr(nn.utils.clip_grad, name, clip)
@@ -61,7 +61,7 @@ def watch_losses(run: RankRun, last: LastLoss) -> None:
     def watch(name: str) -> None:
         @wrap(nn.functional, name)
         def loss(original: Callable, *args: Any, **kwargs: Any) -> Any:
-            if run.record.steps == 0:
+            if run.record.step_count == 0:
                 last.at = where()
             return original(*args, **kwargs)
 
@@ -81,9 +81,9 @@ def watch_backward(run: RankRun, model: ModelWatcher, last: LastLoss) -> None:
         with model.draws.paused():
             for tell in run.events.backwards:
                 tell(self)
-        adds_up = run.record.steps == 0 and model.holds_gradients()  # later, nobody asks
+        adds_up = run.record.step_count == 0 and model.holds_gradients()  # later, nobody asks
         if len(run.record.backwards) < MOST_CALLS:
-            call = Backward(where(), run.record.steps, is_scaled(self), last.at, adds_up)
+            call = Backward(where(), run.record.step_count, is_scaled(self), last.at, adds_up)
             last.at = ""
             run.record.backwards.append(call)
         inside = True

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from prove.comparable import full_tensor
-from prove.rank_record import DDPRecord, EvaluatedModule, ModelCall, Note, Projection
+from prove.rank_record import DDPRecord, EvaluatedModule, Flag, ModelCall, Projection
 from prove.watch import steps
 from prove.watch.batches import batch_size_of, checksum, copy_tensors, tensors_in
 from prove.watch.draws import Draws
@@ -114,7 +114,7 @@ class ModelWatcher:
 
     def note_weights(self) -> None:
         """Write down all weights between two batches, when a step is over, whoever has made it."""
-        noted, steps = self.run.record.weights, self.run.record.steps
+        noted, steps = self.run.record.weights, self.run.record.step_count
         if len(noted) <= MOST_STEPS and steps not in noted and self.parameters:
             noted[steps] = {key: project(p) for key, p in self.parameters.items()}
 
@@ -123,9 +123,9 @@ class ModelWatcher:
         record = self.run.record
         if not self.run.joined or any(optimizer.steps for optimizer in record.optimizers):
             return
-        before = record.weights.get(record.steps)
+        before = record.weights.get(record.step_count)
         if before and any(project(self.parameters[key]) != old for key, old in before.items()):
-            record.steps += 1
+            record.step_count += 1
             self.note_weights()
 
     def finish(self) -> None:
@@ -134,7 +134,7 @@ class ModelWatcher:
             self.note_weights()
         self.write_names()
         self.write_parameters_of_ddp()
-        if not self.run.replaying and self.run.record.steps:
+        if not self.run.replaying and self.run.record.step_count:
             self.write_buffers_outside_ddp()
         self.run.tensors["schedule_settings"] = self.steps.schedule_settings
         self.run.record.not_comparable = sorted(not_comparable)
@@ -227,7 +227,7 @@ class ModelWatcher:
         if not any(module is root for root in self.called_in_training):
             self.called_in_training.append(module)
             if is_divided(module):
-                self.run.note(Note.MODEL_IS_DIVIDED)
+                self.run.flag(Flag.MODEL_IS_DIVIDED)
             self.steps.hold_by_hand(module)
             self.name_parameters(module)
         self.steps.begin_forward()
@@ -237,7 +237,11 @@ class ModelWatcher:
     def note_buffers(self, ddp: DistributedDataParallel) -> None:
         """Write down with which buffers this rank evaluates."""
         record = self.run.record.ddps[self.ddps.index(ddp)]
-        if not ddp.module.training and self.run.record.steps and not record.buffers_at_evaluation:
+        if (
+            not ddp.module.training
+            and self.run.record.step_count
+            and not record.buffers_at_evaluation
+        ):
             record.buffers_at_evaluation = project_buffers(ddp.module)
 
     def note_evaluated(self, module: nn.Module) -> None:
@@ -245,7 +249,7 @@ class ModelWatcher:
 
         It does so after step 1, 2, 4, ..., because a copy may be the same until it is updated.
         """
-        steps, evaluated = self.run.record.steps, self.run.record.evaluated
+        steps, evaluated = self.run.record.step_count, self.run.record.evaluated
         if not steps or (module.training and torch.is_grad_enabled()):
             return
         name, last = self.evaluated.get(module, (f"{type(module).__name__} called at {where()}", 0))
@@ -280,7 +284,7 @@ def watch_ddp(run: RankRun, model: ModelWatcher, source: Feeder | InputKeeper) -
             original(self, module, *args, **kwargs)
         model.ddps.append(self)
         model.averaged |= {id(p) for p in module.parameters() if p.requires_grad}
-        if not run.record.steps:
+        if not run.record.step_count:
             run.tensors.pop("start", None)  # DDP has just changed the weights
             run.record.weights.clear()
         run.record.ddps.append(DDPRecord(where()))

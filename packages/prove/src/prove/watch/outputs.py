@@ -24,7 +24,7 @@ class OutputWatcher:
     def is_wanted(self) -> bool:
         record = self.run.record
         return (
-            record.steps == 0
+            record.step_count == 0
             and (self.run.joined or self.run.replaying)
             and len(record.outputs) < MOST_OUTPUTS
             and torch.is_grad_enabled()

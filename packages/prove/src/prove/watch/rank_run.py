@@ -25,9 +25,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from prove.rank_record import (
     SECONDS_PER_BEAT,
     Ended,
+    Flag,
     LoaderPass,
     Mode,
-    Note,
     RankRecord,
     ScriptError,
     Settings,
@@ -161,8 +161,8 @@ class RankRun:
     def note_event(self) -> None:
         self.record.progress.events += 1
 
-    def note(self, note: Note) -> None:
-        self.record.notes.setdefault(note, where())
+    def flag(self, flag: Flag) -> None:
+        self.record.flags.setdefault(flag, where())
 
     def has_no_loader(self) -> bool:
         return not any(loader_pass.with_gradients for loader_pass in self.record.loader_passes)
@@ -204,7 +204,7 @@ class RankRun:
 
     def write(self, ended: Ended) -> None:
         """Write all that is known. A run that we ended ourselves is not written again."""
-        trained_alone = self.replaying and self.record.steps > 0
+        trained_alone = self.replaying and self.record.step_count > 0
         is_another_process = os.getpid() != self.record.pid
         if self.written or is_another_process or not (self.joined or trained_alone):
             return

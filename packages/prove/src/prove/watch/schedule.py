@@ -32,7 +32,7 @@ class WatchedSchedule:
 
     def note_step(self, run: RankRun) -> None:
         self.rates.append(rate_of(self.scheduler))
-        self.record.steps += 1
+        self.record.step_count += 1
         if loader_pass := run.current_loader_pass:
             self.batches.setdefault(loader_pass.number, set()).add(loader_pass.batches_given)
 

@@ -179,7 +179,7 @@ class LoopWatcher:
         return not (in_model or in_backward or self.steps.depth)
 
     def is_recording(self) -> bool:
-        return not self.feeder and self.run.record.steps < self.run.most_steps()
+        return not self.feeder and self.run.record.step_count < self.run.most_steps()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -192,8 +192,8 @@ class LoopWatcher:
 
     def note(self, finding: DataFinding, at: str) -> None:
         noted = self.run.record.data.setdefault(finding, [])
-        if (self.run.record.steps + 1, at) not in noted:
-            noted.append((self.run.record.steps + 1, at))
+        if (self.run.record.step_count + 1, at) not in noted:
+            noted.append((self.run.record.step_count + 1, at))
 
     def next_key(self, name: str, at: str) -> SourceKey:
         if (
@@ -436,7 +436,7 @@ class LoopFeeder:
             self.sources_of_ranks.append({} if is_original else sources)
             self.meetings_of_ranks.append(without_places(meetings) if is_original else meetings)
         records = read_records(settings.folder, Mode.OBSERVE)
-        self.steps = min(record.steps for record in records)
+        self.steps = min(record.step_count for record in records)
         self.differing = differing_statistics([record.statistics for record in records])
         self.local_counts: set[float] = set()  # numbers of samples, rows or elements of one rank
         self.sizes: list[int] = []  # samples of each rank at the last meeting
@@ -498,7 +498,7 @@ class LoopFeeder:
             return {}
         found = self.recorded(self.meetings_of_ranks, key)
         if found is None or any(len(each.values) != len(values) for each in found):
-            if self.run.record.steps >= self.steps:
+            if self.run.record.step_count >= self.steps:
                 self.run.end_early()
             self.watcher.note(DataFinding.NOT_GIVEN, at)
             return {}

@@ -118,7 +118,7 @@ class StepWatcher:
             self.note_weights_at_batch()
 
     def note_weights_at_batch(self) -> None:
-        self.steps_at_batch = self.run.record.steps
+        self.steps_at_batch = self.run.record.step_count
         if self.by_hand.addresses:
             self.weights_at_batch = [project(p) for p in parameters_of(self.by_hand)]
 
@@ -227,18 +227,18 @@ class StepWatcher:
             self.write_weights(optimizer)
         run.note_event()
         # The script may only copy what an optimizer has made of master weights.
-        copies = optimizer is self.by_hand and run.record.steps > self.steps_at_batch
+        copies = optimizer is self.by_hand and run.record.step_count > self.steps_at_batch
         if not copies:
-            run.record.steps += 1
+            run.record.step_count += 1
             if run.current_loader_pass:
-                run.current_loader_pass.steps += 1
+                run.current_loader_pass.step_count += 1
         for p in parameters_of(optimizer):
             if id(p) in self.local and not self.local[id(p)].arrivals:
                 self.without_gradient.add(id(p))
             else:
                 self.without_gradient.discard(id(p))
             self.local[id(p)] = LocalGradient()
-        enough = run.record.steps >= run.most_steps() and not run.replaying
+        enough = run.record.step_count >= run.most_steps() and not run.replaying
         if enough and run.joined and run.has_no_loader():
             self.ends_inside_step = True
             run.end_early()
@@ -277,7 +277,7 @@ class StepWatcher:
         elif before.batch != batch and before.names == now.names:
             self.functional[module] = now
             self.write_functional_step(module, before, now)
-            loader_pass.steps += 1
+            loader_pass.step_count += 1
 
     def write_functional_step(
         self, module: nn.Module, before: FunctionalParameters, now: FunctionalParameters
@@ -303,7 +303,7 @@ class StepWatcher:
         )  # fmt: skip
         if len(run.record.optimizers[number].steps) < MOST_STEPS:
             run.record.optimizers[number].steps.append(step)
-        run.record.steps += 1
+        run.record.step_count += 1
         run.note_event()
 
     def keep_changes(self, number: int, own_record: OptimizerRecord) -> None:

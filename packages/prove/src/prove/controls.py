@@ -25,7 +25,7 @@ from prove.rank_record import Finding, Mode, ReplayVariant, forced_file
 from prove.runs import Runs
 
 
-class Examination:
+class Controls:
     """Makes the runs without which a difference is not WRONG.
 
     What one rank could not be given is no mistake of the script either.
@@ -43,7 +43,7 @@ class Examination:
         self.runs, self.command, self.rows = runs, command, rows
         self.replayed, self.compared = replayed, compared  # the usual replay, or a later one
         self.variant = ReplayVariant.USUAL  # which says what this replay was given
-        self.coins = replayed.coins
+        self.batch_decisions = replayed.batch_decisions
         self.at = compared[0].facts.get("at", "?")
 
     def result(self) -> list[Comparison]:
@@ -80,11 +80,11 @@ class Examination:
 
     def with_decisions_of_rank_0(self) -> list[Comparison] | None:
         """Let rank 0 decide for all ranks what each of them decides for its whole batch."""
-        if not self.coins:
+        if not self.batch_decisions:
             return None
-        found = self.with_draws(ReplayVariant.COIN, self.coins)
+        found = self.with_draws(ReplayVariant.COIN, self.batch_decisions)
         if found is None:
-            return self.forced_draws_fail("rank 0's decisions on all ranks", self.coins)
+            return self.forced_draws_fail("rank 0's decisions on all ranks", self.batch_decisions)
         return self.use_replay(ReplayVariant.COIN, *found)
 
     def with_batchnorm_in_blocks(self) -> list[Comparison] | None:
@@ -128,7 +128,7 @@ class Examination:
         found = None
         other_shares = self.replayed.places_of_draws(Finding.OTHER_SHARES)
         if self.replayed.observed.dropout and not other_shares:
-            found = self.with_draws(ReplayVariant.NO_DROPOUT, self.coins)
+            found = self.with_draws(ReplayVariant.NO_DROPOUT, self.batch_decisions)
         if found is None or replay_checks.unsure_draws(found[0]):
             return [unsure]
         return self.use_replay(ReplayVariant.NO_DROPOUT, *found)
@@ -136,7 +136,7 @@ class Examination:
     def without_loader(self) -> list[Comparison] | None:
         """Give no verdict where a loop without a loader could not be given its data."""
         observed = self.replayed.observed
-        has_batches = any(each.steps for each in observed.loader_passes)
+        has_batches = any(each.step_count for each in observed.loader_passes)
         if has_batches:
             return None
         if obstacle := replay_checks.data_not_given(self.replayed, self.compared):
@@ -148,7 +148,7 @@ class Examination:
         """Try one draw for all samples of a batch, so that their order cannot matter."""
         if not (rows := self.replayed.rows):
             return None
-        found = self.with_draws(ReplayVariant.ONE_DRAW, self.coins | rows)
+        found = self.with_draws(ReplayVariant.ONE_DRAW, self.batch_decisions | rows)
         if found is None:
             return self.forced_draws_fail("one draw for all samples", rows)
         _, compared = found
