@@ -101,11 +101,16 @@ def write(file: Path | None, results: dict[str, dict]) -> dict:
         "torch": torch.__version__,
         "commit": subprocess.run(git, cwd=HERE, capture_output=True, text=True).stdout.strip(),
         "outcomes": outcomes,
-        "cases": results,
     }
     if file:
-        file.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
+        file.write_text(as_text(summary, results))
     return outcomes
+
+
+def as_text(summary: dict, results: dict[str, dict]) -> str:
+    """JSON with a line for each case."""
+    cases = ",\n".join(f" {json.dumps(n)}: {json.dumps(results[n])}" for n in results)
+    return f"{json.dumps(summary)[:-1]}, \"cases\": {{\n{cases}\n}}}}\n"
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from prove import processes
 from prove.checks import CHECKS, judge_in_order
-from prove.checks.base import Seen, Stage
+from prove.checks.base import Phase, Seen
 from prove.controls import Controls
 from prove.errors import NotJudgedError
 from prove.judge import printed_numbers, replay_checks, schedule
@@ -64,8 +64,8 @@ class Prover:
             return
         if failed(outcome) or not records:
             seen = Seen(outcome, [])
-            judge_in_order(Stage.ANY_RUN, seen)
-            judge_in_order(Stage.ALL_RECORDS, seen)
+            judge_in_order(Phase.ANY_RUN, seen)
+            judge_in_order(Phase.ALL_RECORDS, seen)
             if not any(row.verdict == WRONG for row in seen.rows):
                 error = error_of(outcome)
                 needs_gpu = not self.args.cpu and ("NVIDIA" in error or "CUDA" in error)
@@ -81,12 +81,12 @@ class Prover:
         self.check_that_something_was_seen()
         observed, records, rows = self.observed, self.observed.records, self.rows
         seen = Seen(observed, rows)
-        judge_in_order(Stage.ANY_RUN, seen)
+        judge_in_order(Phase.ANY_RUN, seen)
         if any(record.world_size > len(records) for record in records):
             facts = {"present": len(records), "world_size": records[0].world_size}
             rows.append(not_seen(ProofRow.RANKS, ReplayReason.RECORDS_MISSING, **facts))
             return
-        judge_in_order(Stage.ALL_RECORDS, seen)
+        judge_in_order(Phase.ALL_RECORDS, seen)
         if observed.hang:
             rows.append(not_seen(ProofRow.ONE_RANK, ReplayReason.RUN_HANGS))
             return
@@ -101,9 +101,9 @@ class Prover:
             rows.append(not_seen(ProofRow.ONE_RANK, why, batches=batches, places=places))
             return
         seen.outcome = self.runs.observed = replace(observed, records=steps_of_all_ranks(records))
-        judge_in_order(Stage.STEPS, seen)
+        judge_in_order(Phase.STEPS, seen)
         if seen.trains_one_model():
-            judge_in_order(Stage.ONE_MODEL, seen)
+            judge_in_order(Phase.ONE_MODEL, seen)
         rows += self.one_rank_rows(rows)
         if any(row.check == ProofRow.ONE_RANK and row.verdict == RIGHT for row in rows):
             moot = {reason for check in CHECKS for reason in check.moot_if_proven}

@@ -6,10 +6,10 @@ import os
 def pin(rank: int, ranks: int, process: int = 0) -> int:
     """Keep this rank on cores of its own; returns how many, 0 if that is not for us to decide.
 
-    process: if not this one.
+    process: the one to keep there; 0 is the calling one.
 
-    Without that, the scheduler likes to put ranks that wake each other on one core, where they
-    wait in turns. It is left alone if the cores are not enough, or if somebody has chosen some.
+    Left alone, the scheduler likes to put ranks that wake each other on one core, where they
+    wait in turns. Nothing is done if the cores are not enough, or if somebody has chosen some.
     """
     cores = sorted(os.sched_getaffinity(0))
     each = len(cores) // ranks

@@ -216,8 +216,10 @@ class Segment:
             self.futex(self.address + 8 * bell, WAKE, ALL, None)
 
     def sleep_until_bell(self, rank: int, bell: int, seconds: float) -> None:
-        """Sleep until that rank rings, for that long at most. The first call only looks: what
-        happened before that look is seen by who polls again, and what comes later, rings.
+        """Sleep until that rank rings, for that long at most.
+
+        The first call returns at once: the caller must poll again before it may sleep, because what
+        happened before this call did not ring.
         """
         counters, place = self.counters, self.places[rank] + bell
         rung = counters[place]

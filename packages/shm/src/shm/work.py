@@ -79,12 +79,12 @@ class Work(dist.Work):
     def advance(self) -> bool:
         """Go on as far as possible; True if that was the end. Only `Pending` calls this."""
         try:
-            return self.done or self.is_at_the_end()
+            return self.done or self.advance_to_end()
         except BaseException as interrupt:
             pending.give_up(self.segment, interrupt)
             raise
 
-    def is_at_the_end(self) -> bool:
+    def advance_to_end(self) -> bool:
         if self.transfers_before is None:
             self.transfers_before = self.segment.transfers
         try:

@@ -33,7 +33,7 @@ from prove.checks import (
     zero_grad,
     zero_gradients,
 )
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.judge.reasons import Reason
 from prove.judge.replay_reasons import ReplayReason
 
@@ -72,7 +72,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def judge_in_order(stage: Stage, seen: Seen) -> None:
+def judge_in_order(stage: Phase, seen: Seen) -> None:
     """Let all checks of a stage add their rows to the table."""
     for check in CHECKS:
         if check.stage == stage:

@@ -1,6 +1,6 @@
 """Do the gradients of several backwards add up to one step, though no loss was divided?"""
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import accumulate
 from prove.judge.reasons import Reason
 from prove.judge.table import WARNING, ReportRow, warning
@@ -39,4 +39,4 @@ PLANTED = (
         ("(loss * world_size / words).backward()", "loss.backward()"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Stage.STEPS, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Phase.STEPS, planted=PLANTED)

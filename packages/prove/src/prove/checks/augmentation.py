@@ -1,7 +1,7 @@
 """Does each rank draw other random numbers while it loads, in its process or in its workers?"""
 
 from prove import random_state
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import plain
 from prove.judge.loader_passes import same_dataset, same_on_all_ranks
 from prove.judge.reasons import OWN_SEED, Reason
@@ -69,4 +69,4 @@ PLANTED = (
         ("    random.seed(rank + 1)", "    random.seed(1)"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Phase.ALL_RECORDS, planted=PLANTED)

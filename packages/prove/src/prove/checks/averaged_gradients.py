@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import AVERAGE, NO_DDP, STEP, accumulate, own_step, plain
 from prove.checks.weights import WAS_FROZEN, WRAP_AGAIN, unfrozen_parameters
 from prove.checks.zero_grad import steps_with_old_gradients
@@ -240,4 +240,4 @@ PLANTED = (
 )  # fmt: skip
 # Whatever changed the gradients before the step was no mistake; a lost part, one rank loses, too.
 UNEXPLAINED = frozenset({*Says} - {Says.MEAN_OF_RANKS, Says.IMAGINARY_LOST})
-CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, moot_if_proven=UNEXPLAINED, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, moot_if_proven=UNEXPLAINED, planted=PLANTED)

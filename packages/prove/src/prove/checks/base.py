@@ -17,7 +17,7 @@ from prove.rank_record import LoaderPass, RankRecord, RunOutcome
 from prove.watch.rank_run import RankRun
 
 
-class Stage(IntEnum):
+class Phase(IntEnum):
     """How far the run of all ranks must have come before a check can judge it."""
 
     ANY_RUN = 0  # also one that hangs or fails
@@ -57,7 +57,7 @@ class Seen:
         return model_is_divided(self.records) or any(len(counts) > 1 for counts in tensors)
 
     def trains_one_model(self) -> bool:
-        """Is there more to say than what Stage.STEPS has said?"""
+        """Do all ranks train one model, which each of them holds as a whole?"""
         if len(self.records) == 1 or self.verdicts("zero gradients"):
             return False
         return not self.model_is_divided()
@@ -76,7 +76,7 @@ class Check:
     name: str  # as the table prints it
     says: type[Reason]
     judge: Callable[[Seen], list[ReportRow]]
-    stage: Stage
+    stage: Phase
     watch: Callable[[RankRun], None] | None = None  # runs in each rank, beside the script
     moot_if_proven: frozenset[Reason] = frozenset()  # not said if one rank computes the same
     planted: tuple[Mistake, ...] = ()  # the check must find them, or not call them WRONG

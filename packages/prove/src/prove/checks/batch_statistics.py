@@ -1,6 +1,6 @@
 """Does the loss of a rank depend on a mean or the like over its own samples alone?"""
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.judge.reasons import Heading, Reason
 from prove.judge.steps import differing_statistic
 from prove.judge.table import ReportRow, warning
@@ -38,4 +38,4 @@ def judge(seen: Seen) -> list[ReportRow]:
     return [warning(NAME, reason, **statistic)]
 
 
-CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL)
+CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL)

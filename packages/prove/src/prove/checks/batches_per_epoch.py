@@ -1,6 +1,6 @@
 """Do all ranks have as many batches in an epoch, and batches of one size?"""
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import LOADING, NO_SET_EPOCH, SAMPLER, iterable, plain
 from prove.judge.loader_passes import epochs_of_data_set, place_of
 from prove.judge.reasons import Heading, Reason
@@ -114,4 +114,4 @@ PLANTED = (
         ("islice(points, part, None,", "islice(points, part, SAMPLES - 60 * self.rank,"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Phase.ALL_RECORDS, planted=PLANTED)

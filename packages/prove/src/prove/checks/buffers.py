@@ -1,6 +1,6 @@
 """Do all ranks end, or evaluate, with the same buffers, such as BatchNorm's running statistics?"""
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import amp
 from prove.judge.reasons import Heading, Reason
 from prove.judge.steps import names_apart
@@ -61,5 +61,5 @@ PLANTED = (
         ("            dist.broadcast(buffer, src=0)\n", "            pass\n"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, planted=PLANTED)
-OUTSIDE_DDP = Check(NAME, Says, judge_outside_ddp, Stage.ONE_MODEL)
+CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, planted=PLANTED)
+OUTSIDE_DDP = Check(NAME, Says, judge_outside_ddp, Phase.ONE_MODEL)

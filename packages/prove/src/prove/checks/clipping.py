@@ -1,6 +1,6 @@
 """Are gradients clipped as they are, or while they still carry the loss scale?"""
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import amp
 from prove.judge.reasons import Reason
 from prove.judge.table import WRONG, ReportRow, right, wrong
@@ -30,4 +30,4 @@ PLANTED = (
         ("            scaler.unscale_(optimizer)\n", ""),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Stage.STEPS, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Phase.STEPS, planted=PLANTED)

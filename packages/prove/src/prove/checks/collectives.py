@@ -5,7 +5,7 @@ Where they then wait for ever, hang.py says so.
 
 from typing import Any
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.judge.ends import ends_with_others, wait_for_ever
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import ReportRow, right, wrong
@@ -62,4 +62,4 @@ def missed_call(records: list[RankRecord], calls: list[list[Collective]]) -> dic
     return phrase("rank {rank} calls {name} at {at}, which rank {others} does not reach", **facts)
 
 
-CHECK = Check(NAME, Says, judge, Stage.ANY_RUN)
+CHECK = Check(NAME, Says, judge, Phase.ANY_RUN)

@@ -1,6 +1,6 @@
 """Does each rank drop other positions?"""
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import plain
 from prove.judge.reasons import OWN_SEED, Reason
 from prove.judge.table import WARNING, ReportRow, right, warning
@@ -32,4 +32,4 @@ PLANTED = (
         ("torch.manual_seed(rank + 1)", "torch.manual_seed(1)"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Phase.ALL_RECORDS, planted=PLANTED)

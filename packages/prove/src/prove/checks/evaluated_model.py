@@ -3,7 +3,7 @@
 Where the weights differ that are trained, the ranks may just evaluate those.
 """
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.judge.reasons import Heading, Reason
 from prove.judge.steps import names_apart
 from prove.judge.table import RIGHT, ReportRow, right, warning
@@ -64,4 +64,4 @@ def evaluated_by_all(records: list[RankRecord]) -> list[list[EvaluatedModule]]:
     ]
 
 
-CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL)
+CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL)

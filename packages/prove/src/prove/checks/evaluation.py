@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import plain
 from prove.checks.samples import TOLD_APART
 from prove.judge.loader_passes import NEARLY_ALL, same_dataset, sample_count
@@ -276,4 +276,4 @@ PLANTED = (
         ),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Phase.ALL_RECORDS, planted=PLANTED)

@@ -2,7 +2,7 @@
 
 import math
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import ReportRow, warning
 
@@ -36,4 +36,4 @@ def judge(seen: Seen) -> list[ReportRow]:
     return [warning(NAME, Says.GRADIENTS_NOT_FINITE, **facts)]
 
 
-CHECK = Check(NAME, Says, judge, Stage.STEPS)
+CHECK = Check(NAME, Says, judge, Phase.STEPS)

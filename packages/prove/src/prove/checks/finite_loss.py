@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import LOSS, plain
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import WARNING, ReportRow, warning
@@ -71,4 +71,4 @@ PLANTED = (
         (LOSS, f"{LOSS} + points[labels > 9].mean()"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Stage.STEPS, watch, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Phase.STEPS, watch, planted=PLANTED)

@@ -1,6 +1,6 @@
 """Do the training forwards go through DDP, so that it hears of their backwards?"""
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import LOSS, plain
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import RIGHT, WRONG, ReportRow, not_seen, right, wrong
@@ -44,4 +44,4 @@ PLANTED = (
     ),
 )  # fmt: skip
 UNEXPLAINED = frozenset({Says.AROUND_DDP, Says.NO_DDP})
-CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, moot_if_proven=UNEXPLAINED, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, moot_if_proven=UNEXPLAINED, planted=PLANTED)

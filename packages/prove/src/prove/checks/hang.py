@@ -1,6 +1,6 @@
 """Do the ranks wait for each other for ever, or until one ends and the others lose it?"""
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.checks.collectives import ALL_CALL, first_difference, missed_call
 from prove.checks.mistake import amp, plain
 from prove.judge.ends import state_of, wait_for_ever
@@ -49,4 +49,4 @@ PLANTED = (
         ),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Stage.ANY_RUN, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Phase.ANY_RUN, planted=PLANTED)

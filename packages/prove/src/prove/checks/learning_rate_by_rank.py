@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import plain
 from prove.judge.reasons import Heading, Phrase, Reason
 from prove.judge.table import WRONG, ReportRow, right, warning, wrong
@@ -99,4 +99,4 @@ PLANTED = (
         ("        scheduler.step()\n", "        if rank == 0:\n            scheduler.step()\n"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, watch, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, watch, planted=PLANTED)

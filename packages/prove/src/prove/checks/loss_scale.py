@@ -1,6 +1,6 @@
 """Do all ranks multiply their loss by the same scale?"""
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import amp
 from prove.judge.reasons import Phrase, Reason
 from prove.judge.table import WRONG, ReportRow, wrong
@@ -31,4 +31,4 @@ PLANTED = (
         ("init_scale=1024.0", "init_scale=1024.0 * (rank + 1)"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, planted=PLANTED)

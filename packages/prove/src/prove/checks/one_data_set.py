@@ -1,6 +1,6 @@
 """Do the ranks hold the same data set, before a sampler deals it out?"""
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import plain
 from prove.checks.samples import LOADER, data_sets_in_parts, facts_by_content
 from prove.judge.loader_passes import (
@@ -60,5 +60,5 @@ PLANTED = (
         ("manual_seed(size)", "manual_seed(size + dist.get_rank())"),
     ),
 )  # fmt: skip
-FIELDS = Check(NAME, Says, judge_fields, Stage.ALL_RECORDS)  # before the check of samples
-CONTENTS = Check(NAME, Says, judge_contents, Stage.ALL_RECORDS, planted=PLANTED)
+FIELDS = Check(NAME, Says, judge_fields, Phase.ALL_RECORDS)  # before the check of samples
+CONTENTS = Check(NAME, Says, judge_contents, Phase.ALL_RECORDS, planted=PLANTED)

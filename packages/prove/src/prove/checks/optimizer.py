@@ -1,7 +1,7 @@
 """Does an optimizer hold the parameters of each model that DDP wraps?"""
 
 from prove.checks import unused_parameters
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import plain
 from prove.judge.reasons import Reason
 from prove.judge.table import WARNING, WRONG, ReportRow, right, warning, wrong
@@ -52,4 +52,4 @@ PLANTED = (
         ("SGD(ddp.parameters()", "SGD(ddp.module[0].parameters()"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Stage.STEPS, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Phase.STEPS, planted=PLANTED)

@@ -1,6 +1,6 @@
 """Has each epoch an order of its own?"""
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import NO_SET_EPOCH, SAMPLER, iterable, plain
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import WARNING, WRONG, ReportRow, not_seen, right, warning, wrong
@@ -76,4 +76,4 @@ PLANTED = (
         ("        dataset.epoch = epoch\n", ""),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Phase.ALL_RECORDS, planted=PLANTED)

@@ -1,6 +1,6 @@
 """Do all ranks print the same lines while they train, alike but for the numbers in them?"""
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import plain
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import WARNING, ReportRow, warning
@@ -43,4 +43,4 @@ PLANTED = (
         ("        if rank == 0:\n", "        if rank >= 0:\n"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Stage.ANY_RUN, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Phase.ANY_RUN, planted=PLANTED)

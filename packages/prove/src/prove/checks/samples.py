@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import LOADING, NO_SET_EPOCH, SAMPLER, amp, iterable, plain
 from prove.judge.loader_passes import (
     NEARLY_ALL,
@@ -384,4 +384,4 @@ PLANTED = (
         ),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Phase.ALL_RECORDS, planted=PLANTED)

@@ -2,7 +2,7 @@
 
 import re
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import plain
 from prove.judge.ends import error_is
 from prove.judge.reasons import Heading, Reason
@@ -85,11 +85,11 @@ PLANTED = (
         ),
     ),
 )  # fmt: skip
-STOPPED = Check(NAME, Says, judge_end, Stage.ANY_RUN, planted=PLANTED)
+STOPPED = Check(NAME, Says, judge_end, Phase.ANY_RUN, planted=PLANTED)
 USED_BY_SOME = Check(
     NAME,
     Says,
     judge_steps,
-    Stage.ONE_MODEL,
+    Phase.ONE_MODEL,
     moot_if_proven=frozenset({Says.PARAMETERS_OF_SOME}),
 )

@@ -5,7 +5,7 @@ What moves is compared, whoever has moved it: an optimizer, or the script itself
 
 from typing import NamedTuple
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import AVERAGE, LOSS, NO_DDP, STEP, amp, own_step, plain
 from prove.judge.reasons import Heading, Reason
 from prove.judge.steps import StepOfRanks, differ
@@ -191,4 +191,4 @@ PLANTED = (
         ),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Stage.STEPS, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Phase.STEPS, planted=PLANTED)

@@ -1,6 +1,6 @@
 """Does each worker of a loader yield samples of its own?"""
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import iterable
 from prove.checks.samples import LOADER, SHARD_STREAM, data_sets_in_parts, facts_by_content
 from prove.judge.reasons import Heading, Reason
@@ -37,4 +37,4 @@ PLANTED = (
         (" + (worker.id if worker else 0)", ""),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Stage.ALL_RECORDS, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Phase.ALL_RECORDS, planted=PLANTED)

@@ -1,6 +1,6 @@
 """Does each step begin without the gradients of the step before?"""
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import plain
 from prove.judge.reasons import Heading, Reason
 from prove.judge.steps import StepOfRanks
@@ -41,4 +41,4 @@ PLANTED = (
         ("            optimizer.zero_grad()\n", ""),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Stage.ONE_MODEL, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, planted=PLANTED)

@@ -1,6 +1,6 @@
 """Is any gradient of any step other than zero?"""
 
-from prove.checks.base import Check, Seen, Stage
+from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import LOSS, plain
 from prove.judge.reasons import Reason
 from prove.judge.table import WRONG, ReportRow, wrong
@@ -30,4 +30,4 @@ PLANTED = (
         (LOSS, "F.cross_entropy(ddp(points)[:, :1], torch.zeros_like(labels))"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Stage.STEPS, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Phase.STEPS, planted=PLANTED)

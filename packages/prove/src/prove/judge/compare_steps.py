@@ -29,7 +29,7 @@ COARSEST = 0.01  # numbers near 1 are 0.008 apart in bfloat16: coarser ones tell
 FIRST_STEPS = 3  # whose weights decide where the gradient is not yet what all ranks have in common
 FEWEST_STEPS = 2  # that moved: Adam's first step is a sign
 WEIGHTS_LIMIT = 1e-5  # of what a step changes: rounding grows, and Adam divides by small gradients
-HIDDEN = 1e-2  # of that change: what the epsilon of Adam lets through of a factor
+HIDDEN_FACTOR_LIMIT = 1e-2  # of that change: what the epsilon of Adam lets through of a factor
 
 
 Projections = Sequence[Projection | None]
@@ -48,7 +48,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Comparison:
-    """What an optimizer's steps are on all ranks and on one. facts: the numbers behind it."""
+    """The result for one optimizer: its steps on all ranks and on one. facts: the numbers."""
 
     outcome: Outcome
     reason: Reason
@@ -113,7 +113,7 @@ class Comparer:
         return self.optimizer.steps[0].at
 
     def comparable_steps(self) -> list[tuple[OptimizerStep, OptimizerStep]]:
-        """Until the local batches are not equal any more."""
+        """Pair the steps of all ranks with those of one, until local batches differ in size."""
         steps = []
         for n, (ranks_step, one_step) in enumerate(self.replay.steps(self.number)):
             own = [
@@ -137,12 +137,12 @@ class Comparer:
         length = float(one_gradient.norm() or ranks_gradient.norm())
         apart = float((ranks_gradient - one_gradient).norm()) / (length or 1.0)
         if (apart > self.limit or not length) and self.averages_later:
-            return self.told_by_weights(apart)
+            return self.compare_by_weights(apart)
         if apart <= self.limit:
             return self.compare_weights(apart)
-        return self.told_by_gradient(apart, ranks_gradient, one_gradient)
+        return self.compare_by_gradient(apart, ranks_gradient, one_gradient)
 
-    def told_by_gradient(
+    def compare_by_gradient(
         self, apart: float, ranks_gradient: Tensor, one_gradient: Tensor
     ) -> Comparison:
         at = place_of_loss(self.replay) or self.at
@@ -167,11 +167,11 @@ class Comparer:
         afters = [[step.weights_after for step in ranks_steps] for ranks_steps in own[:-1]]
         return (
             len(befores) > 1
-            and all(map(any_differs_between, afters))
-            and not any(map(any_differs_between, befores))
+            and all(map(weights_differ, afters))
+            and not any(map(weights_differ, befores))
         )
 
-    def told_by_weights(self, apart: float) -> Comparison:
+    def compare_by_weights(self, apart: float) -> Comparison:
         """Compare the weights that the first steps leave behind for the next ones."""
         inside = any(step.exchanges_inside for step in self.replay.own_steps(self.number)[0])
         states = [tuple(map(self.weights_before, pair)) for pair in self.steps]
@@ -192,7 +192,7 @@ class Comparer:
             for n, (before, after) in moved.items()
         }
         first = max(list(by_step.values())[:FIRST_STEPS])
-        factor = factor_of_moments(self.steps[0]) if first <= HIDDEN else None
+        factor = factor_of_moments(self.steps[0]) if first <= HIDDEN_FACTOR_LIMIT else None
         if factor is not None:
             facts |= {"factor": factor, "times": factor_in_words(factor, len(self.replay.records))}
             facts["weights_apart"] = first
@@ -452,11 +452,11 @@ def other_change_between(
 
 
 def has_gradient(step: OptimizerStep) -> bool:
-    """One that is not zero."""
+    """Has this step a gradient that is not zero?"""
     return any(gradient and gradient[1] != 0 for gradient in step.gradients)
 
 
-def any_differs_between(ranks_weights: list[list[Projection]]) -> bool:
+def weights_differ(ranks_weights: list[list[Projection]]) -> bool:
     """Do any of these weights differ between the ranks?"""
     return any(differ(held) for held in zip(*ranks_weights, strict=False))
 
@@ -504,8 +504,10 @@ def comparisons(replay: Replay) -> list[Comparison]:
             if n in in_modules or each.reason not in OF_OTHER_PARAMETERS
         ]
     if all(each.reason in OF_OTHER_PARAMETERS for each in compared):
-        told = told_by_model(replay, compared[0].facts.get("at", optimizers[numbers[0]].at))
-        compared = [told] if told else compared
+        compared_outputs = compare_by_model(
+            replay, compared[0].facts.get("at", optimizers[numbers[0]].at)
+        )
+        compared = [compared_outputs] if compared_outputs else compared
     is_zero = [each.reason == ReplayReason.NOTHING_TO_COMPARE for each in compared]
     if all(is_zero):
         return compared[:1]
@@ -513,7 +515,7 @@ def comparisons(replay: Replay) -> list[Comparison]:
     return one_of_each([each for each, zero in pairs if not zero])
 
 
-def told_by_model(replay: Replay, at: str) -> Comparison | None:
+def compare_by_model(replay: Replay, at: str) -> Comparison | None:
     """Compare the weights of the whole model, where optimizers hold only what their rank owns.
 
     These are the weights between the batches. None: they do not tell.
@@ -536,9 +538,9 @@ def told_by_model(replay: Replay, at: str) -> Comparison | None:
     facts = {"steps": len(by_step), "weights_apart": apart, "apart": apart, "at": at}
     if apart <= WEIGHTS_LIMIT:
         return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_AFTER_STEP, facts)
-    if apart <= HIDDEN:
+    if apart <= HIDDEN_FACTOR_LIMIT:
         return None
-    step = next(n for n, value in by_step.items() if value > HIDDEN)
+    step = next(n for n, value in by_step.items() if value > HIDDEN_FACTOR_LIMIT)
     far = [abs(own - one) for (own, _), (one, _) in zip(*states[step], strict=True)]
     most_in = keys[far.index(max(far))].partition(": ")[2]
     facts |= {"step": step, "most_in": most_in, "weights_apart": by_step[step]}
@@ -593,6 +595,6 @@ def factor_in_words(factor: float, world_size: int) -> str:
     return near[0] if near else f"{factor:.4g} times"
 
 
-def any_differs(values: list[float], others: list[float], limit: float = 1e-6) -> bool:
+def numbers_differ(values: list[float], others: list[float], limit: float = 1e-6) -> bool:
     pairs = zip(values, others, strict=False)
     return any(abs(value - other) > limit * (abs(value) + abs(other)) for value, other in pairs)

@@ -3,7 +3,7 @@
 import re
 from typing import Any, NamedTuple
 
-from prove.judge.compare_steps import Comparison, Outcome, any_differs, distance, gradients_apart
+from prove.judge.compare_steps import Comparison, Outcome, distance, gradients_apart, numbers_differ
 from prove.judge.reasons import Phrase, Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
@@ -68,7 +68,7 @@ def is_sum_over_local_batch(replay: Replay, sequence: Replay) -> bool:
     pairs = zip(*(step.local_gradients for step in steps[0]), strict=False)
     known = [pair for pair in pairs if None not in pair]
     of_rank_0, one_changes = ([pair[run] for pair in known] for run in (0, 1))
-    return bool(known) and not any_differs(of_rank_0, one_changes, limit=1e-3)
+    return bool(known) and not numbers_differ(of_rank_0, one_changes, limit=1e-3)
 
 
 def unsure_draws(replay: Replay) -> Comparison | None:

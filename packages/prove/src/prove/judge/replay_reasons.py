@@ -15,7 +15,9 @@ LENGTHS += "{samples_of_original} in {batches_of_original} in the original ({at}
 
 @unique
 class ReplayReason(Reason):
-    # replay_checks: what one rank computes
+    """What a replay has shown, in the order of the modules that say so."""
+
+    # compare_steps.py: does one rank compute the same?
     EQUAL_TO_ONE = (
         "gradient of step 1 equal to {apart:.0e} of its length, weights after step {steps} to "
         "{weights_apart:.0e} of their change"

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from prove.judge.compare_steps import any_differs
+from prove.judge.compare_steps import numbers_differ
 from prove.judge.reasons import Phrase
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
@@ -138,7 +138,7 @@ def row_of_length(
     }  # fmt: skip
     if abs(lengths / epochs - 1) < LENGTH_TOLERANCE:
         rates = ranks_schedule.record.highest_rate, one_schedule.record.highest_rate
-        if any_differs([rates[0]], [rates[1]], 1e-3):
+        if numbers_differ([rates[0]], [rates[1]], 1e-3):
             rates_as_facts = {"of_ranks": rates[0], "of_one": rates[1]}
             return warning(CHECK, ReplayReason.HIGHEST_RATE_DIFFERS, **rates_as_facts, **facts)
         return right(CHECK, ReplayReason.SCHEDULE_FOLLOWS_LOADER, **facts)
@@ -170,9 +170,9 @@ def rate_rows(replay: Replay) -> list[ReportRow]:
         for ranks_step, one_step, when in steps
     ]
     for ranks_values, one_values, when, reason in compared:
-        if any_differs(ranks_values, one_values):
+        if numbers_differ(ranks_values, one_values):
             pairs = zip(ranks_values, one_values, strict=False)
-            own, one = next((own, one) for own, one in pairs if any_differs([own], [one]))
+            own, one = next((own, one) for own, one in pairs if numbers_differ([own], [one]))
             facts = {"of_ranks": own, "of_one": one, "when": when}
             return [warning(CHECK, reason, world_size=len(replay.records), **facts)]
     return [right(CHECK, ReplayReason.RATES_OF_ONE_RANK)]
