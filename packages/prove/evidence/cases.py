@@ -130,7 +130,7 @@ def planted_mistakes() -> list[Mistake]:
     return [*MISTAKES, *(each for check in CHECKS for each in check.planted), *HARMLESS]
 
 
-def planted() -> dict[str, Case]:
+def planted_cases() -> dict[str, Case]:
     """Each mistake in its script, and the scripts alone."""
     patience = "--timeout=20"
     cases = []

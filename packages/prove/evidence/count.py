@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 
 from break_scripts import search
-from cases import HERE, SEEDS, generated_case, planted, stories, story, story_case
+from cases import HERE, SEEDS, generated_case, planted_cases, stories, story, story_case
 from judge import Counted, judge
 from oracle import compare
 from reported_page import write_page
@@ -40,7 +40,7 @@ RESULTS = HERE / "results"
 
 
 def judge_planted(name: str) -> Counted:
-    return judge(planted()[name])
+    return judge(planted_cases()[name])
 
 
 def judge_story(name: str) -> Counted:
@@ -72,7 +72,7 @@ def kinds() -> dict[str, Kind]:
     seeds = [str(seed) for seed in range(SEEDS)]
     of_others = [each.name for each in stories("reported-50", "reported-20")]
     return {
-        "planted": Kind([*planted()], judge_planted),
+        "planted": Kind([*planted_cases()], judge_planted),
         "reported": Kind(of_others, judge_story),
         "puzzles": Kind([each.name for each in stories("puzzles")], judge_story),
         "generated": Kind(seeds, judge_generated),
@@ -110,7 +110,7 @@ def write(file: Path | None, results: dict[str, dict]) -> dict:
 def as_text(summary: dict, results: dict[str, dict]) -> str:
     """JSON with a line for each case."""
     cases = ",\n".join(f" {json.dumps(n)}: {json.dumps(results[n])}" for n in results)
-    return f"{json.dumps(summary)[:-1]}, \"cases\": {{\n{cases}\n}}}}\n"
+    return f'{json.dumps(summary)[:-1]}, "cases": {{\n{cases}\n}}}}\n'
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from prove.judge.table import ProofRow
 from prove_cases import PACKAGE, planted, training_of
 from prove_runs import TORCHRUN, run, verdict
 
-PLANTED = cases.planted()
+PLANTED = cases.planted_cases()
 # Some of each script that mistakes are planted into, and of each check that no other test asks for,
 # with what prove says. `python evidence/count.py planted` judges all of them, for minutes.
 CHOSEN = {

@@ -505,11 +505,18 @@ def test_an_evaluation_of_a_stream_is_judged_by_content(prove_script):
 
 
 def test_a_shared_stream_is_told_to_split_or_to_shuffle_before_it_splits():
-    """Or both, while nobody knows: its end was not seen. The control: split."""
+    """Where the end of the stream was not seen, it is told both. The control: it is split."""
 
     def reason(*of_ranks: range, ended: bool) -> Says:
-        fixed = {"number": 0, "loader": 0, "at": "train.py:1", "sampler": "?", "shuffle": None}
-        fixed |= {"workers": 0, "batch_size": 5, "limit": 4, "dataset": 0, "dataset_length": None}
+        fixed = {
+            "number": 0,
+            "loader_number": 0,
+            "at": "train.py:1",
+            "sampler": "?",
+            "shuffle": None,
+        }
+        fixed |= {"workers": 0, "batch_size": 5, "most_batches": 4}
+        fixed |= {"dataset_number": 0, "dataset_length": None}
         fixed |= {"fingerprint": [], "is_stream": True, "with_gradients": True}
         fixed |= {"batches_and_samples": None, "steps_before": 0, "collectives_before": 0}
         fixed |= {"backwards_before": 0, "generators": []}

@@ -82,10 +82,10 @@ class Controls:
         """Let rank 0 decide for all ranks what each of them decides for its whole batch."""
         if not self.batch_decisions:
             return None
-        found = self.with_draws(ReplayVariant.COIN, self.batch_decisions)
+        found = self.with_draws(ReplayVariant.RANK_0_DECIDES, self.batch_decisions)
         if found is None:
             return self.forced_draws_fail("rank 0's decisions on all ranks", self.batch_decisions)
-        return self.use_replay(ReplayVariant.COIN, *found)
+        return self.use_replay(ReplayVariant.RANK_0_DECIDES, *found)
 
     def with_batchnorm_in_blocks(self) -> list[Comparison] | None:
         """Try the other order of rows, where BatchNorm gets several of each sample."""

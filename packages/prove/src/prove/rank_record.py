@@ -36,7 +36,9 @@ class ReplayVariant(StrEnum):
     """How a replay and its control differ from the usual ones."""
 
     USUAL = ""
-    COIN = "-coin"  # what each rank decides for its whole batch, rank 0 decides for all
+    RANK_0_DECIDES = (
+        "-rank-0-decides"  # what each rank decides for its whole batch, rank 0 decides for all
+    )
     ONE_DRAW = "-one-draw"  # all samples of a batch get one and the same draw
     NO_DROPOUT = "-no-dropout"
     LONGER = "-longer"  # the observed run, to where the shortest epoch of a rank ends
@@ -62,7 +64,7 @@ class Finding(StrEnum):
     BY_SAMPLE = "one for each sample"
     SEVERAL = "several for each sample"  # one after another, or in blocks
     COMMON = "the same on all ranks"
-    COIN = "each rank decides for its whole batch"
+    DECISION = "each rank decides for its whole batch"
     SAME_NOISE = "all ranks draw the same numbers for their samples"
     NOT_MATCHED = "one rank draws otherwise"
     OTHER_SHARES = "the ranks draw for other shares of their samples, or some for none"
@@ -173,14 +175,14 @@ class LoaderPass:
     """One pass of one rank over a loader."""
 
     number: int
-    loader: int  # the number of the loader
+    loader_number: int
     at: str  # where the loader was made
     sampler: str  # the class of its sampler
     shuffle: bool | None
     workers: int
     batch_size: int | None
-    limit: int  # --batches
-    dataset: int  # the number of its data set on this rank
+    most_batches: int  # --batches
+    dataset_number: int  # on this rank
     dataset_length: int | None  # of the data set below all Subsets
     fingerprint: list[list[int]]  # of three samples, checksums of the first tensor and all fields
     is_stream: bool  # an IterableDataset
@@ -199,7 +201,7 @@ class LoaderPass:
     step_count: int = 0
     backwards: int = 0
     accumulates: bool = False  # several of its batches make one step
-    window: int = 0  # batches up to its first step; 0: not known
+    batches_per_step: int = 0  # batches up to its first step; 0: not known
     contents: list[list[int]] = field(default_factory=list)  # checksums of samples, by batch
     inputs: list[list[int]] = field(default_factory=list)  # checksums of their first tensors only
     labels: list[int] = field(default_factory=list)  # checksums of all else in them; 0: nothing
@@ -224,7 +226,10 @@ class LoaderPass:
         """Is the last window of the batches that were given as long as that of the whole pass?"""
         if not self.length or self.ended or self.batches_given >= self.length:
             return True
-        return not self.window or (self.batches_given - self.length) % self.window == 0
+        return (
+            not self.batches_per_step
+            or (self.batches_given - self.length) % self.batches_per_step == 0
+        )
 
 
 @dataclass

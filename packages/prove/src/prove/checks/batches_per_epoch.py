@@ -69,7 +69,7 @@ def row_of_lengths(records: list[RankRecord], passes: list[LoaderPass], number: 
     if batches is not listed and not any(loader_pass.ended for loader_pass in passes):
         return not_seen(NAME, Says.NO_END_OF_DATA, at=at)
     are_cut = any(
-        loader_pass.batches_given < min(n, loader_pass.limit)
+        loader_pass.batches_given < min(n, loader_pass.most_batches)
         for loader_pass, n in zip(passes, batches, strict=True)
     )
     if len({*batches}) > 1:

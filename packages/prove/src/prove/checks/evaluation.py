@@ -102,7 +102,7 @@ def evaluations(rank: RankRecord) -> list[LoaderPass]:
 
 def is_evaluation(loader_pass: LoaderPass) -> bool:
     """Is it one, also if it switches gradients off in each batch only, or not at all?"""
-    is_complete = loader_pass.ended or loader_pass.batches_given >= loader_pass.limit
+    is_complete = loader_pass.ended or loader_pass.batches_given >= loader_pass.most_batches
     without_backward = is_complete and not loader_pass.step_count and not loader_pass.backwards
     return bool(
         loader_pass.batches_given
@@ -168,7 +168,7 @@ def rows_by_content(
 
 def stops_early(loader_pass: LoaderPass) -> bool:
     """Was it the script, not we, that ended this evaluation before the end of its loader?"""
-    longest = loader_pass.limit * (1 if loader_pass.with_gradients else EVALUATION_FACTOR)
+    longest = loader_pass.most_batches * (1 if loader_pass.with_gradients else EVALUATION_FACTOR)
     given = loader_pass.batches_given
     return not loader_pass.ended and given < min(loader_pass.batches_listed or 0, longest)
 

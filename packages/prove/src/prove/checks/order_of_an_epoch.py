@@ -32,7 +32,11 @@ def judge(seen: Seen) -> list[ReportRow]:
     if not seen.epochs:
         return []
     first, *others = seen.epochs
-    later = [ranks_passes for ranks_passes in others if ranks_passes[0].dataset == first[0].dataset]
+    later = [
+        ranks_passes
+        for ranks_passes in others
+        if ranks_passes[0].dataset_number == first[0].dataset_number
+    ]
     if not later:
         return [not_seen(NAME, Says.NO_SECOND_EPOCH, at=first[0].at)]
     epochs = list(zip(first, later[0], strict=True))  # the first two, of each rank

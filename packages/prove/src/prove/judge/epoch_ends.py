@@ -8,8 +8,12 @@ def batches_up_to_last_window(record: RankRecord) -> int:
     """Where several batches make one step, and the epoch was cut so that its last window is longer
     or shorter than it is: how many batches end as the whole epoch does? 0: these do."""
     for loader_pass in record.loader_passes:
-        given, length, window = loader_pass.batches_given, loader_pass.length, loader_pass.window
-        is_cut = loader_pass.limit <= given < length and not loader_pass.ended
+        given, length, window = (
+            loader_pass.batches_given,
+            loader_pass.length,
+            loader_pass.batches_per_step,
+        )
+        is_cut = loader_pass.most_batches <= given < length and not loader_pass.ended
         if not is_cut or not loader_pass.backwards or window == 1:
             continue
         if window in (0, given):  # the cut may be what made it step: the window may be longer
@@ -50,5 +54,7 @@ def stop_together(outcome: RunOutcome) -> bool:
 def steps_of_epoch(record: RankRecord, loader_pass: LoaderPass) -> int:
     """How many steps come before the next epoch; the last one before a `break` is one of them."""
     later = record.loader_passes[loader_pass.number + 1 :]
-    ends = [each.steps_before for each in later if each.dataset == loader_pass.dataset]
+    ends = [
+        each.steps_before for each in later if each.dataset_number == loader_pass.dataset_number
+    ]
     return (ends[0] if ends else record.step_count) - loader_pass.steps_before

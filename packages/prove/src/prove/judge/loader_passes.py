@@ -45,15 +45,15 @@ def passes_by_data_set(records: list[RankRecord]) -> list[list[list[LoaderPass]]
     """Group the trained passes by their data set."""
     passes_of: dict[int, list[list[LoaderPass]]] = {}  # by the number of the data set
     for passes in trained_loader_passes(records):
-        passes_of.setdefault(passes[0].dataset, []).append(passes)
+        passes_of.setdefault(passes[0].dataset_number, []).append(passes)
     return [*passes_of.values()]
 
 
 def epochs_of_data_set(records: list[RankRecord]) -> list[list[LoaderPass]]:
     """The passes over the data set that is trained on first."""
     passes = trained_loader_passes(records)
-    datasets = [each.dataset for each in passes[0]] if passes else []
-    return [each for each in passes if [own.dataset for own in each] == datasets]
+    datasets = [each.dataset_number for each in passes[0]] if passes else []
+    return [each for each in passes if [own.dataset_number for own in each] == datasets]
 
 
 def place_of(loader_pass: LoaderPass, number: int) -> str | dict[str, Any]:

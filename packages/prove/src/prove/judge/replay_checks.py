@@ -153,10 +153,10 @@ def missing_before_a_later_epoch(replay: Replay) -> dict[str, Any] | None:
     if places := replay.places_of_draws(Finding.BETWEEN):
         return phrase(Phrase.DRAWN_BETWEEN, places=places)
     passes = replay.observed.loader_passes
-    trained = {each.dataset for each in passes if each.step_count}
+    trained = {each.dataset_number for each in passes if each.step_count}
     for each in passes:
         is_cut = not each.with_gradients and not each.ended and each.batches_given
-        if is_cut and each.dataset in trained:
+        if is_cut and each.dataset_number in trained:
             return phrase(Phrase.READ_BETWEEN, at=each.at)
     return None
 
@@ -186,7 +186,7 @@ def draw_rows(replay: Replay) -> list[ReportRow]:
 def decision_rows(replay: Replay) -> list[ReportRow]:
     """What each rank draws once for its whole batch: a share, as mixup's, or where to branch? Only
     the name of the distribution can tell."""
-    check, places = ProofRow.RANDOM_DECISIONS, replay.places_of_draws(Finding.COIN)
+    check, places = ProofRow.RANDOM_DECISIONS, replay.places_of_draws(Finding.DECISION)
     names: dict[str, set[str]] = {}
     for key in replay.batch_decisions:
         names.setdefault(key.at, set()).add(key.name)

@@ -57,9 +57,9 @@ def rows_of_rates(replay: Replay) -> list[ReportRow]:
         return rows
     by_batch = schedules_by_batch(replay)
     if not by_batch:
-        return rate_rows(replay)
+        return compare_rates(replay)
     rows = [row for pair in by_batch if (row := row_of_length(*pair, len(replay.records)))]
-    return rows[:1] or rate_rows(replay)
+    return rows[:1] or compare_rates(replay)
 
 
 def rows_of_one_cycle(rank: RankRecord) -> list[ReportRow]:
@@ -70,12 +70,12 @@ def rows_of_one_cycle(rank: RankRecord) -> list[ReportRow]:
         return []
     first = trained[0]
     left = max(0, first.length - first.batches_given)  # of the epoch, after our cut
-    if left and first.batches_given < first.limit:  # or the script's own
+    if left and first.batches_given < first.most_batches:  # or the script's own
         return []
     for record in rank.schedules:
         if not record.total_steps or not record.by_batch or not record.batches:
             continue
-        steps = first.step_count + left // (first.window or 1)
+        steps = first.step_count + left // (first.batches_per_step or 1)
         steps = round(steps * record.step_count / record.batches)
         if record.total_steps % steps <= FEW_STEPS:
             continue
@@ -96,17 +96,19 @@ def schedules_by_batch(replay: Replay) -> list[tuple[Schedule, Schedule]]:
     for ranks_record, one_record in zip(
         replay.observed.schedules, replay.replayed.schedules, strict=False
     ):
-        window = next((each.window for each in replay.observed.loader_passes if each.step_count), 1)
+        window = next(
+            (each.batches_per_step for each in replay.observed.loader_passes if each.step_count), 1
+        )
         both = (
-            schedule(ranks_record, replay.observed, window),
-            schedule(one_record, replay.replayed, window),
+            measured_schedule(ranks_record, replay.observed, window),
+            measured_schedule(one_record, replay.replayed, window),
         )
         if both[0] is not None and both[1] is not None:
             pairs.append((both[0], both[1]))
     return pairs
 
 
-def schedule(record: ScheduleRecord, rank: RankRecord, window: int) -> Schedule | None:
+def measured_schedule(record: ScheduleRecord, rank: RankRecord, window: int) -> Schedule | None:
     """Measure a schedule in batches, of which `window` make one step; None if that is unknown."""
     trained = [loader_pass for loader_pass in rank.loader_passes if loader_pass.step_count]
     epoch = trained[0].batches_and_samples if trained else None
@@ -149,7 +151,7 @@ def row_of_length(
     return None
 
 
-def rate_rows(replay: Replay) -> list[ReportRow]:
+def compare_rates(replay: Replay) -> list[ReportRow]:
     """The learning rates that the script gives one rank, at the same steps."""
     observed, replayed = replay.observed, replay.replayed
     steps = [

@@ -135,7 +135,7 @@ class ListedSampler:
 def last_pass(run: RankRun, loader: Any) -> LoaderPass | None:
     """The last pass over this loader; None: it has not begun."""
     passes = reversed(run.record.loader_passes)
-    return next((each for each in passes if each.loader == loader.prove_number), None)
+    return next((each for each in passes if each.loader_number == loader.prove_number), None)
 
 
 def batches_and_samples(loader: Any) -> tuple[int, int] | None:
@@ -185,7 +185,7 @@ class LoaderWatcher:
         self.end_batch()
         loader_pass = self.begin(loader)
         epochs = sum(
-            earlier.step_count > 0 and earlier.dataset == loader_pass.dataset
+            earlier.step_count > 0 and earlier.dataset_number == loader_pass.dataset_number
             for earlier in loader_passes
         )
         if training and self.model.loop_watcher:
@@ -220,20 +220,20 @@ class LoaderWatcher:
         earlier = [
             (loader_pass.fingerprint, loader_pass.fields)
             for loader_pass in record.loader_passes
-            if loader_pass.dataset == number
+            if loader_pass.dataset_number == number
         ]
         checksums, fields = earlier[0] if earlier else fingerprint(base)
         sampler, shuffle = sampler_of(loader)
         loader_pass = LoaderPass(
             number=len(record.loader_passes),
-            loader=loader.prove_number,
+            loader_number=loader.prove_number,
             at=self.places[loader.prove_number],
             sampler=sampler,
             shuffle=shuffle,
             workers=loader.num_workers,
             batch_size=loader.batch_size,
-            limit=self.run.settings.batches,
-            dataset=number,
+            most_batches=self.run.settings.batches,
+            dataset_number=number,
             dataset_length=length,
             fingerprint=checksums,
             is_stream=is_stream,
@@ -256,9 +256,9 @@ class LoaderWatcher:
         if torch.is_grad_enabled():
             for earlier in self.run.record.loader_passes:
                 is_same_place = earlier.at == self.places[loader.prove_number]
-                is_made_again = is_same_place and earlier.loader != loader.prove_number
+                is_made_again = is_same_place and earlier.loader_number != loader.prove_number
                 if is_made_again and earlier.with_gradients and earlier.dataset_length == length:
-                    return earlier.dataset
+                    return earlier.dataset_number
         for number, dataset in enumerate(self.datasets):
             if dataset is loader.dataset:
                 return number
@@ -274,8 +274,8 @@ class LoaderWatcher:
             self.end_batch()
             if torch.is_grad_enabled():  # a step counts here, too, if its last batch came elsewhere
                 loader_pass.step_count = run.record.step_count - steps_of_others
-            if loader_pass.step_count and not loader_pass.window:
-                loader_pass.window = loader_pass.batches_given - looks_ahead
+            if loader_pass.step_count and not loader_pass.batches_per_step:
+                loader_pass.batches_per_step = loader_pass.batches_given - looks_ahead
             loader_pass.backwards = model.backwards - loader_pass.backwards_before
             if loader_pass.batches_given == 1:
                 called = len(run.record.model_calls) > before
@@ -309,7 +309,7 @@ class LoaderWatcher:
             return given >= self.most_batches(loader_pass.with_gradients)
         if given < batches:
             return False
-        if given == batches and loader_pass.loader not in self.asked_for_length:
+        if given == batches and loader_pass.loader_number not in self.asked_for_length:
             loader_pass.accumulates = (
                 loader_pass.backwards > 0 and loader_pass.step_count <= batches // 2
             )

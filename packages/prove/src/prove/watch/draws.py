@@ -260,7 +260,7 @@ class Draws:
         values = [draw.value for draw in draws]
         are_tensors = all(isinstance(value, Tensor) for value in values)
         alike = all_equal(values) if are_tensors else len({*map(repr, values)}) == 1
-        self.note_finding(Finding.COMMON if alike else Finding.COIN, key.at)
+        self.note_finding(Finding.COMMON if alike else Finding.DECISION, key.at)
         if not alike:
             self.batch_decisions[key] = draws[0]
         return values[0]

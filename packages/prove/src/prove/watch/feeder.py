@@ -188,8 +188,10 @@ class Feeder:
 
     def batches_of(self, loader: Any) -> int | None:
         for recorded in self.recorded_loader_passes:
-            if recorded.loader == loader.prove_number and torch.is_grad_enabled():
-                batches = min(recorded.batches_listed or recorded.batches_given, recorded.limit)
+            if recorded.loader_number == loader.prove_number and torch.is_grad_enabled():
+                batches = min(
+                    recorded.batches_listed or recorded.batches_given, recorded.most_batches
+                )
                 return batches * (self.world_size if self.in_sequence else 1)
         return None
 

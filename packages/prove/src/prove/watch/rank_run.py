@@ -230,7 +230,7 @@ class RankRun:
     def write_failure(self, error: BaseException) -> None:
         """Write the record of a script that ends with an error."""
         cut = not self.joined or any(
-            loader_pass.batches_given >= loader_pass.limit
+            loader_pass.batches_given >= loader_pass.most_batches
             for loader_pass in self.record.loader_passes
         )
         if cut and "StopIteration" in f"{type(error).__name__} {error}":
