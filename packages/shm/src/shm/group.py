@@ -45,7 +45,7 @@ def op_of(options: Any, tensors: Tensors) -> Op:
     return op
 
 
-def call(method: Callable[..., Any]) -> Callable[..., Any]:
+def gives_up_if_interrupted(method: Callable[..., Any]) -> Callable[..., Any]:
     """A call of the program: an interruption anywhere in it, as by Ctrl-C, ends the group."""
 
     @wraps(method)
@@ -95,7 +95,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     # Collectives: one method for the arguments, and one for the steps
 
     def allreduce(self, tensors: Tensors, options: Any = None) -> Work:
-        try:  # as @call, without its costs
+        try:  # as @gives_up_if_interrupted, without its costs
             if options and (work := self.sum_at_once(tensors, options)):
                 return work
             steps = self.all_reduce_steps(tensors, op_of(options, tensors))
@@ -168,13 +168,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         with torch.no_grad():
             tensor.copy_(total.coalesce())
 
-    @call
+    @gives_up_if_interrupted
     def reduce(self, tensors: Tensors, options: Any) -> Work:
         op = op_of(options, tensors)
         steps = self.all_reduce_steps(tensors, op, options.rootRank)
         return self.start(steps, tensors, options)
 
-    @call
+    @gives_up_if_interrupted
     def broadcast(self, tensors: Tensors, options: Any) -> Work:
         return self.start(self.broadcast_steps(tensors, options.rootRank), tensors, options)
 
@@ -185,7 +185,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             yield from self.exchange.gather(values, {root: values}, call, source=root)
             put_back(tensor, values)
 
-    @call
+    @gives_up_if_interrupted
     def allgather(self, outputs: list[Tensors], inputs: Tensors, options: Any = None) -> Work:
         return self.start(self.gather_steps(outputs[0], inputs[0]), outputs, options)
 
@@ -203,18 +203,18 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for targets, tensor in pairs:
             yield from self.gather_steps(targets, tensor)
 
-    @call
+    @gives_up_if_interrupted
     def allgather_coalesced(
         self, outputs: list[Tensors], inputs: Tensors, options: Any = None
     ) -> Work:
         pairs = list(zip(map(list, zip(*outputs, strict=True)), inputs, strict=True))
         return self.start(self.coalesced_gather_steps(pairs), outputs, options)
 
-    @call
+    @gives_up_if_interrupted
     def all_gather_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> Work:
         return self.all_gather_single_coalesced([output], [tensor], options)
 
-    @call
+    @gives_up_if_interrupted
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, options: Any = None
     ) -> Work:
@@ -224,17 +224,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
         ]
         return self.start(self.coalesced_gather_steps(pairs), outputs, options)
 
-    @call
+    @gives_up_if_interrupted
     def gather(self, outputs: list[Tensors], inputs: Tensors, options: Any) -> Work:
         targets = outputs[0] if outputs else []
         return self.start(self.gather_steps(targets, inputs[0], options.rootRank), outputs, options)
 
-    @call
+    @gives_up_if_interrupted
     def gather_single(self, output: Tensor, tensor: Tensor, options: Any) -> Work:
         is_root = options.rootRank == self.rank()
         return self.gather([equal_parts(output, self.size())] if is_root else [], [tensor], options)
 
-    @call
+    @gives_up_if_interrupted
     def scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> Work:
         parts = inputs[0] if inputs else []
         return self.start(self.scatter_steps(outputs[0], parts, options.rootRank), outputs, options)
@@ -246,7 +246,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         yield from self.exchange.scatter(parts, values, root, call)
         put_back(output, values)
 
-    @call
+    @gives_up_if_interrupted
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any = None) -> Work:
         op = op_of(options, outputs)
         return self.start(
@@ -261,11 +261,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
             yield from self.exchange.reduce_scatter(parts, values, op, call)
             put_back(output, values)
 
-    @call
+    @gives_up_if_interrupted
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [tensor], options)
 
-    @call
+    @gives_up_if_interrupted
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, options: Any = None
     ) -> Work:
@@ -276,7 +276,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         ]
         return self.start(self.reduce_scatter_steps(pairs, op), outputs, options)
 
-    @call
+    @gives_up_if_interrupted
     def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> Work:
         return self.start(self.all_to_all_steps(outputs, inputs), outputs, options)
 
@@ -287,7 +287,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for output, value in zip(outputs, values, strict=True):
             put_back(output, value)
 
-    @call
+    @gives_up_if_interrupted
     def all_to_all_single(
         self,
         output: Tensor,
@@ -300,7 +300,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         inputs = split_rows(tensor, input_sizes, self.size())
         return self.alltoall(outputs, inputs, options)
 
-    @call
+    @gives_up_if_interrupted
     def barrier(self, opts: Any = None) -> Work:
         steps = self.exchange.all_reduce(torch.zeros(0), Op.SUM, encode_call("barrier"))
         return self.start(steps, [], opts)
@@ -313,13 +313,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # Messages between two ranks
 
-    @call
+    @gives_up_if_interrupted
     def send(self, tensors: Tensors, rank: int, tag: int) -> Work:
         content = without_gaps(flat(tensors[0])).view(torch.uint8)
         work = Work(self.segment, self.messages.send(content, rank, tag), tensors)
         return self.start_message(self.messages.outgoing[rank], work)
 
-    @call
+    @gives_up_if_interrupted
     def recv(self, tensors: Tensors, rank: int | None, tag: int) -> Work:
         require_own_memory(tensors)
         work = Work(self.segment, self.receive_steps(tensors[0], rank, tag), tensors)
@@ -330,7 +330,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         work.spins = SPINS  # even with fewer cores than ranks: only two take part
         return pending.start(queue, work, wait=False)
 
-    @call
+    @gives_up_if_interrupted
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         return self.recv(tensors, None, tag)
 
