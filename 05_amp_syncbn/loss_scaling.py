@@ -86,7 +86,7 @@ def example() -> tuple[nn.Module, Tensor, Tensor]:
 def gradients_of(
     model: nn.Module, images: Tensor, labels: Tensor, dtype: torch.dtype | None, scale: float = 1.0
 ) -> tuple[Gradients, Gradients]:
-    """For each layer, the gradients of its output, times scale, and of its weight."""
+    """Compute the gradients of each layer's output, times scale, and those of its weight."""
     model, outputs = copy.deepcopy(model), {}
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "weight")}
     for module in layers.values():

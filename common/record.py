@@ -99,7 +99,7 @@ class Recorder:
         return event
 
     def seconds_of_steps(self) -> list[float]:
-        """Of those since start_epoch, each with the loading of its batch."""
+        """Return the seconds of each step since start_epoch, with the loading of its batch."""
         if self.args.device != "cuda":
             return [end - begin for begin, end in pairwise(self.ticks)]
         torch.cuda.synchronize()

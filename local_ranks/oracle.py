@@ -123,6 +123,6 @@ def gradients_of_step(net: nn.Module, groups: list[Batch]) -> tuple[float, list[
 
 
 def clipped(gradients: list[torch.Tensor], limit: float) -> list[torch.Tensor]:
-    """As torch does it, to a global norm of at most this limit."""
+    """Clip gradients as torch does, to a global norm of at most this limit."""
     norm = math.sqrt(sum(g.square().sum().item() for g in gradients))
     return [g * min(1.0, limit / (norm + 1e-6)) for g in gradients]

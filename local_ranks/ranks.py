@@ -215,7 +215,7 @@ def join_group(rank: int, start: Start) -> None:
 
 
 def end_with_parent() -> None:
-    """From now on, this process ends when its parent does.
+    """Make this process end when its parent does.
 
     Without this, a rank that waits in C++ would outlive a program that is killed.
     """

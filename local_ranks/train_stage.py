@@ -134,5 +134,5 @@ def train(
 
 @cache
 def train_once(key: str, world_size: int, *flags: str, **more: Any) -> Run:
-    """As train, but the same run is made once: for tests that only look at it."""
+    """Train as `train` does, but make the same run only once, for tests that only look at it."""
     return train(key, world_size, *flags, **more)

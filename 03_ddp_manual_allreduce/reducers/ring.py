@@ -51,7 +51,7 @@ def simple_all_reduce(tensor: Tensor, after_step: Callable[[Tensor], object]) ->
 
 
 def ring_all_reduce(tensor: Tensor) -> int:
-    """The same ring, faster: a chunk is sent in pieces, and no piece waits for the others.
+    """Sum like simple_all_reduce, but faster: chunks go in pieces, and no piece waits for another.
 
     tensor: contiguous, of the same shape on every rank. Returns the bytes that this rank sent.
     """

@@ -83,7 +83,7 @@ def prove_answer(source: str) -> Answer:
 
 
 def run(source: str, ranks: int, in_float64: bool = True, seed: int = 0) -> list[Trace]:
-    """Of each rank. Raises ScriptError: the script fails, or its ranks wait for each other."""
+    """Trace each rank. Raises ScriptError if the script fails or its ranks wait for each other."""
     start = Start(ranks, in_float64=in_float64, seed=1000 * seed, as_program=False)
     try:
         of_ranks = traces(source, start)

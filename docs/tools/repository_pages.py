@@ -134,7 +134,7 @@ def lesson(stage: str) -> str:
 
 
 def part_of_lesson(stage: str, first: str, last: str) -> str:
-    """From the line that begins with `first` to the next one that begins with `last`."""
+    """Cut a lesson: from the line that begins with `first` to the next that begins with `last`."""
     lines = lesson(stage).splitlines(keepends=True)[2:]  # without the names of the files
     places = [number for number, line in enumerate(lines) if line.startswith(first)]
     if not places:

@@ -39,7 +39,7 @@ PRINTED = {  # by a chapter with these flags: rows, with one space between their
 
 @pytest.mark.parametrize("call", PRINTED)
 def test_a_chapter_prints_these_numbers(call):
-    """Of step_model.py, forecast.py and gradient_order.py."""
+    """The chapters are step_model.py, forecast.py and gradient_order.py."""
     name, *flags = call.split()
     output = output_of(name, *flags)
     lines = [" ".join(line.split()) for line in output.splitlines()]

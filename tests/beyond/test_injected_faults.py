@@ -74,7 +74,7 @@ def can_happen(fault: Fault) -> bool:
 
 @cache
 def outcomes() -> dict[Fault, FaultOutcome]:
-    """Of all faults, side by side: most of the time they wait."""
+    """Inject all faults side by side, because most of the time they wait."""
     possible = [fault for fault in FAULTS.values() if can_happen(fault)]
     for fault in possible:
         reference(fault)  # before two threads train the same one

@@ -82,7 +82,7 @@ def wrong_answers(puzzle) -> dict[str, str]:
 
 
 def _judge(number: int, sources: dict[str, str], file: Path) -> None:
-    """In a fork that has imported torch, and whose ranks are forks of it."""
+    """Judge answers to a puzzle in a fork that has imported torch; its ranks are forks of it."""
     use_default_start_method()
     os.environ["OMP_NUM_THREADS"] = "1"
     os.chdir(file.parent)

@@ -173,7 +173,7 @@ def test_shard_zero_takes_no_parameters_later(rank):
 
 
 class TiedByHand(nn.Module):
-    """Its forward uses the weight of a layer that does not compute then."""
+    """Uses the weight of a layer in forward without calling that layer."""
 
     def __init__(self) -> None:
         super().__init__()

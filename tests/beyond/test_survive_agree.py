@@ -15,8 +15,10 @@ from local_ranks.stage_files import LESSON_FOLDERS, fresh_module
 
 
 def votes(rank: int, step_seconds: list[float], sigterm: int, without: tuple = ()) -> tuple:
-    """In which steps this rank votes, and after which one it stops. sigterm: the step in which
-    rank 1 receives it."""
+    """Return the steps in which this rank votes, and the one after which it stops.
+
+    sigterm: the step in which rank 1 receives it.
+    """
     module = fresh_module(LESSON_FOLDERS["survive"] / "agree.py", without)
     module.time = time = stopped_clock()
     agreement, steps_with_a_vote = module.Agreement(30), []
@@ -127,7 +129,7 @@ def test_one_rank_reads_a_file_for_all_that_see_it_and_all_learn_the_answer(rank
         return path.read_text() == "whole"
 
     def first_whole(*names: str) -> list:
-        """For each rank: the first of these files that is whole, and which files it has read."""
+        """Gather each rank's first of these files that is whole, and the files that it has read."""
         read.clear()
         valid_path = agreement.first_valid(is_whole, [folder / name for name in names])
         return gather_from_ranks((valid_path and valid_path.name, tuple(read)))

@@ -50,6 +50,6 @@ class Trap:
 
 
 def seal(path: Path) -> None:
-    """With the checksum that survive/ asks for."""
+    """Append the checksum that survive/ asks for."""
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     path.write_bytes(path.read_bytes() + MARK + digest.encode())

@@ -101,7 +101,7 @@ class NoteGpus(TorchFunctionMode):
 
 
 def pretend_gpus(gpus: int, log: RankLog) -> None:
-    """From now on, this process sees that many GPUs, perhaps none."""
+    """Make this process see that many GPUs, perhaps none."""
     import prove.watch.pretend_gpus
 
     prove.watch.pretend_gpus.install(gpus)

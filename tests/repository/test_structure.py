@@ -117,7 +117,7 @@ def test_no_absolute_path_and_no_sys_path_in_what_readers_copy():
 
 
 def claims_without_a_test(claims: list[str], tests: str) -> list[str]:
-    """Those whose number stands in no name of a test, like test_c07_..., and in no docstring."""
+    """Find claims whose number stands in no test's name, like test_c07_..., and in no docstring."""
     nodes = [node for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.FunctionDef)]
     own = [node for node in nodes if node.name.startswith("test_")]
     texts = [f"{node.name} {ast.get_docstring(node) or ''}".lower() for node in own]

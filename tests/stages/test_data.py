@@ -107,7 +107,7 @@ def test_the_networks_are_those_of_the_pages_for_gray_and_color(dataset, channel
 
 
 class SlowDownload:
-    """In place of torchvision's data set: the download takes a second."""
+    """Stands in for torchvision's data set, with a download that takes a second."""
 
     data, targets = torch.zeros(1, 8, 8, dtype=torch.uint8), torch.zeros(1)
 

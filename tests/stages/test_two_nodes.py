@@ -208,7 +208,7 @@ ENDED = "JobState=(COMPLETED|FAILED|CANCELLED|NODE_FAIL|TIMEOUT) "
 def test_srun_starts_a_script_for_torchrun_unchanged_and_each_rank_has_its_cpus(
     slurm, tmp_path, monkeypatch
 ):
-    """On uneven nodes. The control: a job that asks for no CPUs gets one for each of its tasks."""
+    """The nodes are uneven. The control: a job that asks for no CPUs gets one for each task."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     _, ask = slurm
     options = ("--parsable", f"--output={tmp_path}/%x", "--ntasks=3", "--nodes=2")

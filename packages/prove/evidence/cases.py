@@ -87,13 +87,13 @@ def story(name: str) -> Story:
 
 
 def stories(*sets: str) -> list[Story]:
-    """Those of these sets by name: reported-50, reported-20, puzzles."""
+    """List the stories of these sets: reported-50, reported-20, puzzles."""
     names = sorted(folder.name for folder in MISTAKES_OF_OTHERS.iterdir())
     return [each for each in map(story, names) if each.set in sets]
 
 
 def story_case(story: Story) -> Case:
-    """As a user types it; a script that spawns its ranks is told how many."""
+    """Run a story's script as a user does; one that spawns its ranks is told how many."""
     script = story.script
     command = (*TORCHRUN, "train.py")
     if "mp.spawn(" in script:
@@ -121,17 +121,17 @@ RANKS = (1, 2, 3)  # on which these five are judged as they are
 
 
 def right_script(name: str) -> str:
-    """One of those that mistakes are planted into."""
+    """Read one of the scripts that mistakes are planted into."""
     return (HERE / "planted" / f"{name}.py").read_text()
 
 
 def planted_mistakes() -> list[Mistake]:
-    """All of them, and what looks like a mistake and is none."""
+    """List all planted mistakes, and what looks like a mistake and is none."""
     return [*MISTAKES, *(each for check in CHECKS for each in check.planted), *HARMLESS]
 
 
 def planted() -> dict[str, Case]:
-    """Each mistake in its script, and the scripts alone."""
+    """Make a case of each mistake in its script, and of each script alone."""
     patience = "--timeout=20"
     cases = []
     for mistake in planted_mistakes():

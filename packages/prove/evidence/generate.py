@@ -81,12 +81,12 @@ def piece(name: str, choice: str) -> list[str]:
 
 
 def averaging_lines(kind: str) -> list[str]:
-    """After backward: p.grad becomes that of all ranks."""
+    """Write the lines after backward that turn p.grad into that of all ranks."""
     return piece("average", kind)
 
 
 def wrap_lines(kind: str, choose: Choices) -> list[str]:
-    """From `net` to `model`."""
+    """Write the lines that make `model` from `net`."""
     if kind == "DDP":
         options = "net", "net, find_unused_parameters=False", "net, broadcast_buffers=False"
         return [f"model = DDP({choose('DDP', *options)})"]
@@ -260,7 +260,7 @@ def gan_lines(plan: Plan, task: Task, fault: bool) -> list[str]:
 
 
 def forward_lines(plan: Plan, task: Task, fault: bool) -> list[str]:
-    """From an unpacked batch to `loss`."""
+    """Write the lines that compute `loss` from an unpacked batch."""
     summed = plan.averaging == "all_reduce, sum"
     times = "" if summed else " * world"
     forward = [line.replace(" * WORLD", times) for line in task.forward]
@@ -273,7 +273,7 @@ def forward_lines(plan: Plan, task: Task, fault: bool) -> list[str]:
 
 
 def step_lines(plan: Plan, task: Task, fault: bool) -> list[str]:
-    """From an unpacked batch to the next weights."""
+    """Write the lines that lead from an unpacked batch to the next weights."""
     if task.gan:
         return gan_lines(plan, task, fault)
     forward = forward_lines(plan, task, fault)
@@ -314,7 +314,7 @@ def backward_line(plan: Plan) -> str:
 
 
 def update_lines(plan: Plan, task: Task) -> list[str]:
-    """From p.grad of this rank to the next weights."""
+    """Write the lines that lead from p.grad of this rank to the next weights."""
     update, scaler = averaging_lines(plan.averaging), "scaler" in plan.precision
     if plan.clip != "none":
         update += (["scaler.unscale_(optimizer)"] if scaler else []) + piece("clip", plan.clip)

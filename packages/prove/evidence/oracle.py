@@ -28,7 +28,7 @@ def weights_of_one_process(seed: int) -> Trace:
 
 
 def weights_of_ranks(script: Script) -> Trace:
-    """Those of rank 0. Raises FailedError also if another rank ends with other weights."""
+    """Trace rank 0. Raises FailedError also if another rank ends with other weights."""
     first, *others = traces_of(script, RANKS)
     for other in others:
         if not distance(replace(first, last=first.last[: len(other.last)]), other) <= LIMIT:
@@ -42,7 +42,7 @@ def printed_numbers(trace: Trace) -> list[float]:
 
 
 def same_numbers(numbers: list[float], others: list[float]) -> bool:
-    """As printed with four digits after the point."""
+    """Are these equal as printed, with four digits after the point?"""
     pairs = list(zip(numbers, others, strict=False))
     return len(numbers) == len(others) and all(abs(own - other) < 2e-4 for own, other in pairs)
 

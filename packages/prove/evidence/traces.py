@@ -100,7 +100,7 @@ class DrawsByRow:
         return torch.stack(parts, 1).flatten(0, 1)
 
     def by_row(self, original: Any) -> Any:
-        """Of torch.randn or torch.rand: the same, but drawn here."""
+        """Replace torch.randn or torch.rand with a function that draws by row."""
 
         def drawn(*size: Any, **options: Any) -> Tensor:
             if is_common(options):
@@ -156,7 +156,7 @@ def dropout2d(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = 
 
 
 def normalize_by_rank() -> None:
-    """In one process; running statistics are those of rank 0."""
+    """Normalize each rank's rows apart, in one process; running statistics are those of rank 0."""
     original = nn.functional.batch_norm
 
     def batch_norm(x: Tensor, mean: Any, var: Any, *rest: Any, **more: Any) -> Tensor:
@@ -237,7 +237,7 @@ class Start:
 
 
 def run_rank(rank: int, folder: Path, start: Start) -> None:
-    """In a process of its own; leaves a trace, or a log without one."""
+    """Run a rank in a process of its own, which leaves a trace, or a log without one."""
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # of these descriptors, and no others
     log = os.open(folder / f"log_{rank}", os.O_CREAT | os.O_WRONLY)
     for descriptor in (1, 2):

@@ -194,8 +194,9 @@ def line_of(words: str, source: str) -> str:
 
 
 def test_ranks_that_wait_for_each_other_are_named_with_their_lines(prove_script):
-    """Both receive first; and DDP sends buffers where one rank evaluates. The controls: a ring in
-    which the ranks call in another order, and an evaluation by all ranks."""
+    """In one script, both ranks receive first; in the other, DDP sends buffers where one rank
+    evaluates. The controls: a ring in which the ranks call in another order, and an evaluation by
+    all ranks."""
     ring = training_of(LINEAR).replace(LAST_LINE, LAST_LINE + RING)
     stuck = ring.replace("1 if rank % 2 == 0 else -1", "-1")
     ended = prove_script(stuck, "--timeout=3")
