@@ -18,7 +18,7 @@ from common.models import build_model
 from local_ranks.train_stage import default_dtype, options
 
 Step = list[list[int]]  # the groups of samples that a step normalizes together
-Steps = Callable[[int, int, int, int], Iterator[Step]]  # of samples, batch, seed and epoch
+Steps = Callable[[int, int, int, int], Iterator[Step]]  # called with samples, batch, seed and epoch
 Batch = tuple[torch.Tensor, torch.Tensor]  # images and labels
 
 

@@ -1,7 +1,7 @@
 """Scripts on ranks of this machine, which think that torchrun has started them.
 
     run_script("01_single_gpu/train.py", flag)       # exit status and output of one process
-    launch_script("04_ddp_torchrun/train.py", flag)  # the same of each of two ranks
+    launch_script("04_ddp_torchrun/train.py", flag)  # the same for each of two ranks
 
 Each process comes from a fork server that has imported torch, and becomes the script.
 """

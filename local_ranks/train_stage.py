@@ -27,7 +27,7 @@ from local_ranks.stage_files import LESSON_FOLDERS, Change, fresh_module
 
 ON_CPU = ("--device=cpu", f"--data-dir={ROOT / 'data'}")
 ONE_EPOCH = ("--model=net-bn", "--epochs=1", "--batch-size=60")
-FP32 = {"dtype": torch.float32}  # of a run that is not in float64
+FP32 = {"dtype": torch.float32}  # for a run that is not in float64
 
 
 def options(*flags: str) -> Namespace:

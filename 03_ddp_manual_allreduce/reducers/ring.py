@@ -21,7 +21,7 @@ from torch import Tensor
 from common.options import Parser, UsageError, exit_on, int_at_least
 from local_ranks.ranks import run_ranks
 
-PIECE_BYTES = 2**22  # of a message: while one is added up, the next one is sent
+PIECE_BYTES = 2**22  # bytes of a piece: while one is added up, the next one is sent
 
 
 def simple_all_reduce(tensor: Tensor, after_step: Callable[[Tensor], object]) -> None:

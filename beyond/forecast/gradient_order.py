@@ -54,7 +54,7 @@ def gradients_of(model: nn.Module, images: torch.Tensor) -> list[tuple[float, fl
     model(images)
 
     def positions_of(name: str) -> float:
-        """Count a layer's positions, or those of the attention that uses its weights uncalled."""
+        """Count a layer's positions, or those of the attention that uses its weights by itself."""
         while (layer := model.get_submodule(name)) not in positions:
             name = name.rpartition(".")[0]
         return positions[layer]

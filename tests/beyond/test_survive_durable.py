@@ -101,7 +101,7 @@ def test_a_kill_in_any_line_of_a_save_leaves_a_whole_checkpoint(case, tmp_path, 
 
 
 def test_a_checkpoint_that_was_cut_anywhere_or_lost_a_bit_is_whole_or_is_not_taken(two):
-    """A kill while it or its checksum is written leaves such a file. torch reads what is taken."""
+    """A kill in the middle of writing leaves such a file. torch reads what is taken."""
     whole = two.read_bytes()
     end = whole.rindex(durable.MARK)
     digest = end + len(durable.MARK)

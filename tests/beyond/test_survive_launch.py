@@ -64,7 +64,7 @@ WRONG_STARTS = [
 ]
 
 
-for host in ("127.0.0.1:29500", "node..example"):  # for which no name server is asked
+for host in ("127.0.0.1:29500", "node..example"):  # no name server is asked about these
     error = f"MASTER_ADDR is {host}, which this machine cannot resolve ("
     WRONG_STARTS.append((launcher_variables(29500) | {"MASTER_ADDR": host}, error))
 

@@ -16,7 +16,7 @@ from local_ranks.chapters import PROGRAMS, ROOT
 PACKAGES = ("packages/prove/src/prove", "packages/shm/src/shm")
 FOLDERS = (*PACKAGES, "common", "local_ranks", "benchmarks", "docs")
 
-ROOMS = {  # from which others each imports, as CONTRIBUTING.md says; tests import from all
+ROOMS = {  # the rooms that each imports from, as CONTRIBUTING.md says; tests import from all
     "course": set(),
     "packages": set(),
     "beyond": {"course", "packages"},
@@ -31,7 +31,7 @@ ROOM_OF_FOLDER = {
 }
 
 OBSERVE = "prove.watch.observe"
-Graph = dict[str, set[str]]  # of each module, those that it imports
+Graph = dict[str, set[str]]  # the modules that each module imports
 
 
 def sources_of(folder: str) -> dict[str, str]:
@@ -50,7 +50,7 @@ def imported(source: str, modules: Collection[str]) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:  # of a package, a module or what its __init__ has
+            for alias in node.names:  # from a package, a module or what its __init__ has
                 name = f"{node.module}.{alias.name}"
                 names.add(name if name in modules else str(node.module))
     return names.intersection(modules)
@@ -226,7 +226,7 @@ def chapters_out_of_reach(path: Path, source: str) -> set[str]:
 
 
 def test_a_program_reaches_each_chapter_that_it_imports():
-    """It does so where it is started by itself; in a test, all chapters are on the path already."""
+    """Programs may be started by themselves; in a test, all chapters are on the path already."""
     tools = [path for each in ("docs/tools", "tests/*") for path in ROOT.glob(f"{each}/*.py")]
     programs = [*PROGRAMS, *(path for path in tools if "\nif __name__ ==" in path.read_text())]
     assert [path for path in programs if chapters_out_of_reach(path, path.read_text())] == []

@@ -14,7 +14,7 @@ from local_ranks.chapters import ROOT
 from local_ranks.stage_files import different_functions, functions
 from repository_pages import PARENTS, TEST_FILES, lesson
 
-LIMITS = {  # of a script's lines, and of those that differ from its parent's, if it has one
+LIMITS = {  # most lines of a script, and of those that differ from its parent's, if it has one
     "01_single_gpu/train.py": (85, None),
     "02_data_parallel/train.py": (100, 35),
     "03_ddp_manual_allreduce/train.py": (130, 90),

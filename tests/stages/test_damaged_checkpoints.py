@@ -22,7 +22,7 @@ from local_ranks.train_stage import FP32, ONE_EPOCH, options, train_once
 
 ARGS = options(*ONE_EPOCH)
 DIGITS = load_dataset(ARGS)[0]
-NUMBER = 300  # of damages of each kind
+NUMBER = 300  # damages of each kind
 
 
 @cache

@@ -49,7 +49,7 @@ def load_with_a_worker(rank: int, shm_size: str, limit: int) -> str:
         return str(error)
 
 
-CLONE_NEWNS = 0x20000  # of Linux: a mount namespace
+CLONE_NEWNS = 0x20000  # Linux: a mount namespace
 TIMED_OUT = "DataLoader timed out after 1 seconds"
 
 

@@ -32,7 +32,7 @@ from local_ranks.train_stage import (
     train_once,
 )
 
-RANKS = {"01": 1, "02": 1, "03": 2, "04": 2, "05": 2}  # of each stage
+RANKS = {"01": 1, "02": 1, "03": 2, "04": 2, "05": 2}  # ranks of each stage
 each_stage = pytest.mark.parametrize(("key", "ranks"), RANKS.items(), ids=RANKS)
 
 

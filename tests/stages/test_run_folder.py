@@ -65,7 +65,7 @@ def test_a_second_run_in_a_folder_is_refused_and_told_which_process_is_there(
 
 
 def test_a_run_that_was_killed_leaves_no_lock_although_its_loader_lives(other_run, tmp_path):
-    """The next run, which may be a resumed one, deletes its unfinished files."""
+    """The next run, which may be a resumed one, deletes the killed run's unfinished files."""
     process, loader = other_run
     (tmp_path / "run" / "checkpoint.17.tmp").touch()
     with pytest.raises(UsageError):  # the control

@@ -189,7 +189,7 @@ def test_slurm_runs_stops_and_restarts_both_job_scripts(slurm, tmp_path):
     output_as("PENDING", name)
     assert_none_is_left_with(tmp_path)
     step = steps_of(folder)
-    ask("scontrol", "update", f"JobId={jobs[name]}", "StartTime=now")  # or in two minutes
+    ask("scontrol", "update", f"JobId={jobs[name]}", "StartTime=now")  # else only in two minutes
     output = output_as("COMPLETED", name)
     assert output.count("stops after step") == 2
     assert f"checkpoint.pt: step {step}, saved by 2 ranks" in output

@@ -26,12 +26,12 @@ class Case:
 
     name: str
     script: str
-    verdict: str = RIGHT  # of the row `check`; with RIGHT, no row may be WRONG either
+    verdict: str = RIGHT  # what the row `check` says; with RIGHT, no row may be WRONG either
     check: str = ""  # "": any row
     command: tuple[str, ...] = (*TORCHRUN, "train.py")
-    options: tuple[str, ...] = ()  # of prove
+    options: tuple[str, ...] = ()  # options of prove
     cure: str = ""  # the script without its mistake, if prove is to judge that too
-    files: dict[str, str] = field(default_factory=dict)  # that lie beside it
+    files: dict[str, str] = field(default_factory=dict)  # files that lie beside the script
     hashes_differ: bool = False  # between the ranks, as with a real torchrun: it takes seconds
 
 
@@ -64,7 +64,7 @@ class Story:
     name: str
     set: str
     kind: str
-    report: str  # its address
+    report: str  # address of the report
     mistake: str
     puzzle: dict = field(default_factory=dict)  # what a reader who searches for it is told
 
@@ -93,7 +93,7 @@ def stories(*sets: str) -> list[Story]:
 
 
 def story_case(story: Story) -> Case:
-    """Run a story's script as a user does; one that spawns its ranks is told how many."""
+    """Make a case of a script as a user calls it; one that spawns ranks is told how many."""
     script = story.script
     command = (*TORCHRUN, "train.py")
     if "mp.spawn(" in script:
@@ -117,7 +117,7 @@ def generated_case(seed: int, verdict: str = RIGHT, **changes: Any) -> Case:
 # Mistakes that are planted in five scripts that are right
 
 
-RANKS = (1, 2, 3)  # on which these five are judged as they are
+RANKS = (1, 2, 3)  # these five are judged on so many, as they are
 
 
 def right_script(name: str) -> str:

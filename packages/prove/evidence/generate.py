@@ -58,8 +58,8 @@ DATA_NAMES = (
 class Script:
     seed: int
     text: str
-    command: list[str]  # that starts two ranks; the script is called train.py
-    alone: str  # that starts one, where the command does not say how many it starts
+    command: list[str]  # starts two ranks; the script is called train.py
+    alone: str  # starts one rank, where the command does not say how many it starts
     pieces: dict[str, str]
 
 
@@ -101,10 +101,10 @@ WITH_DDP = (
 # Where else the ranks may average: in step() of the script's own optimizer, in backward, or the weights.
 IN_STEP = ("in step", "owned in step", "orthogonal in step")
 ELSEWHERE = (*IN_STEP, "fused in backward", "weights after step")
-UPDATES = choices_of("update")  # by hand, with the gradients `grads`
+UPDATES = choices_of("update")  # updates by hand, with the gradients `grads`
 OPTIMIZERS = tuple(kind for kind in choices_of("optimizer") if kind not in UPDATES)
 NO_MOMENTUM = ("adamw, groups", "rmsprop", "ZeRO adam", "ZeRO sgd", "plain sgd", "adagrad", "own")
-OF_AUTOGRAD = ("autograd.grad", "torch.func")  # not of p.grad
+OF_AUTOGRAD = ("autograd.grad", "torch.func")  # these do not use p.grad
 COPIES = ("master.grad = p.grad", "p.data.copy_(master.data)")  # before and after the step
 EACH_STEP = ("cosine", "OneCycle", "warm-up")  # schedules; others step after an epoch
 
@@ -393,7 +393,7 @@ def evaluation_lines(plan: Plan, task: Task) -> list[str]:
 @dataclass
 class Parts:
     prelude: list[str]
-    setup: list[str]  # after rank and world are known
+    setup: list[str]  # lines after rank and world are known
     epoch: list[str]  # one epoch of training, which ends with mean_loss
     evaluate: list[str]
     after_epoch: list[str]

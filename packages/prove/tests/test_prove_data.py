@@ -143,7 +143,7 @@ def test_an_evaluation_that_prove_itself_cuts_is_not_said_to_stop_early(prove_sc
         assert verdict(ended, "evaluation") == expected, ended.stdout + ended.stderr
 
 
-SYNC_BATCHNORM = (  # and as many samples on each rank, or the layers of one would wait
+SYNC_BATCHNORM = (  # all ranks have equally many samples, or the layers of one would wait
     ("CLASSES = 96, 33", "CLASSES = 96, 32"),
     ("nn.ReLU(), nn.Dropout(0.1)", "nn.BatchNorm1d(16), nn.ReLU()"),
     ("DDP(build_model())", "DDP(nn.SyncBatchNorm.convert_sync_batchnorm(build_model()))"),

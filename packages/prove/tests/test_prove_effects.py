@@ -272,7 +272,7 @@ def test_ranks_that_part_are_no_script_that_fails_by_itself(prove_script):
     assert ended.returncode == 1
     ended = prove_script(source.replace("CONDITION", "epoch == 0"))  # the control: all ranks
     assert verdict(ended, "collectives") == "right", ended.stdout + ended.stderr
-    ended = prove_script(source.replace("CONDITION", "1 / dist.get_rank()"))  # and an own mistake
+    ended = prove_script(source.replace("CONDITION", "1 / dist.get_rank()"))  # its own mistake
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "ZeroDivisionError" in ended.stderr
 
