@@ -29,7 +29,7 @@ SHARDINGS = {  # what each divides among GPUs: Rajbhandari et al., ZeRO, arXiv 1
     "FSDP": ("optimizer state", "gradients", "parameters"),
 }
 StepFits = Callable[[int, int, int], bool]  # takes a micro-batch, their number, more bytes
-Needs = dict[tuple[int, str], int]  # by number of GPUs and sharding: bytes of each GPU
+Needs = dict[tuple[int, str], int]  # bytes of each GPU, by number of GPUs and sharding
 
 
 def parse_size(text: str) -> int:

@@ -65,7 +65,7 @@ class Ledger(TorchDispatchMode):
         self.block = BLOCK if device == "cuda" else 1
         self.moment = ""
         self.bytes = 0
-        self.peaks: dict[str, int] = {}  # of each moment
+        self.peaks: dict[str, int] = {}  # the peak of each moment
         self.alive: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(

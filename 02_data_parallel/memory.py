@@ -27,7 +27,7 @@ MIB = 2**20
 KINDS = ("parameters", "gradients", "optimizer", "batch", "activations", "outputs", "loss")
 OPTIMIZERS: dict[str, Callable] = {"sgd": SGD, "momentum": partial(SGD, momentum=0.9), "adam": Adam}
 Example = tuple[nn.Module, Tensor, Tensor]  # a model, a whole batch, its targets
-Held = list[dict[str, int]]  # for each replica: the bytes of each kind
+Held = list[dict[str, int]]  # the bytes of each kind, for each replica
 
 
 def examples() -> dict[str, Example]:
@@ -107,7 +107,7 @@ def held_by_replica(
     outputs = gather(apply(counting, parts, devices), devices)
     on_main: list[Tensor] = []
     with saving_to(on_main):
-        loss = outputs.mean() if inside else criterion(outputs, targets)  # of equal parts
+        loss = outputs.mean() if inside else criterion(outputs, targets)  # a mean of equal parts
     held: Held = []
     for (args, _), replica in zip(parts, counting, strict=False):
         tensors = [*replica.parameters(), *replica.buffers()]

@@ -93,7 +93,7 @@ def unused_parameter(rank: int, cured: bool) -> str:
 
 
 class Checkpointed(nn.Module):
-    """Its activations are not kept for backward, but computed again."""
+    """Computes its activations again in backward instead of keeping them."""
 
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()

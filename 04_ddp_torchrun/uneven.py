@@ -21,7 +21,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 from common.options import Parser, UsageError, exit_on, float_at_least
 from local_ranks.ranks import init_gloo_or_refuse
 
-BATCHES = 3  # of every rank; the last rank has one more
+BATCHES = 3  # every rank has so many, and the last one has one more
 SAMPLERS = {
     "pad": "DistributedSampler: equal shards, 0 and 1 twice",
     "drop_last": "DistributedSampler(drop_last=True), as train.py trains: 8 and 9 left out",

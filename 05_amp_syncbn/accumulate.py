@@ -87,7 +87,7 @@ def almost_equal(a: Tensor, b: Tensor) -> bool:
 
 
 def compare_with_one_process(gradients: Tensor, expected: Tensor) -> str:
-    """In words: whether the ranks agree, and whether they have the gradients of one process."""
+    """Say whether the ranks agree, and whether they have the gradients of one process."""
     rows = [torch.empty_like(gradients) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, gradients)  # every rank must reach this line
     if not all(torch.equal(row, rows[0]) for row in rows):
@@ -114,7 +114,7 @@ def compare_ways() -> list[tuple[str, int, str]]:
 
 
 def compare_models() -> list[tuple[str, str]]:
-    """In one process: does the gradient of K micro-batches equal that of the whole batch?"""
+    """Does the gradient of K micro-batches equal that of the whole batch, in one process?"""
     k = MICRO_BATCHES
     plain, norm = ("loss / K", False, k), ("loss / K, with BatchNorm", True, k)
     rows = []

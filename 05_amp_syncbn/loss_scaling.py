@@ -40,7 +40,7 @@ class LossScaler:
     def __init__(self, init_scale: float = SCALE, growth_interval: int = 2000) -> None:
         self.factor = init_scale
         self.growth_interval = growth_interval
-        self.good_steps = 0  # in a row
+        self.good_steps = 0  # good steps in a row
         self.overflow: bool | None = None  # None: the gradients are not divided yet
 
     def get_scale(self) -> float:
@@ -86,7 +86,7 @@ def example() -> tuple[nn.Module, Tensor, Tensor]:
 def gradients_of(
     model: nn.Module, images: Tensor, labels: Tensor, dtype: torch.dtype | None, scale: float = 1.0
 ) -> tuple[Gradients, Gradients]:
-    """For each layer, the gradients of its output, times scale, and of its weight."""
+    """Compute the gradients of each layer's output, times scale, and those of its weight."""
     model, outputs = copy.deepcopy(model), {}
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "weight")}
     for module in layers.values():
@@ -138,7 +138,7 @@ def main() -> None:
     )
     tables = {"% of the gradients of its output that become 0": share_of_zeros}
     tables["% by which the gradient of its weight differs from fp32"] = distance
-    for index, (title, measure) in enumerate(tables.items()):  # of outputs, then of weights
+    for index, (title, measure) in enumerate(tables.items()):  # first outputs, then weights
         rows = [
             (name, *(measure(true, rounded[index][name]) for rounded in all_rounded))
             for name, true in exact[index].items()

@@ -27,7 +27,7 @@ class Digits(MNIST):
 
 
 SOURCES = {"digits": Digits, "mnist": MNIST, "fashion-mnist": FashionMNIST, "cifar10": CIFAR10}
-SHARED_MEMORY = "/dev/shm"  # of Linux
+SHARED_MEMORY = "/dev/shm"  # as Linux names it
 MEAN_AND_STD = {  # pixels count from 0 to 1; there is one number for each channel
     "digits": ([0.3053], [0.3233]),
     "mnist": ([0.1307], [0.3081]),

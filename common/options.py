@@ -21,7 +21,7 @@ class UsageError(ValueError):
 
 @contextmanager
 def exit_on(*errors: type[Exception]) -> Iterator[None]:
-    """These errors end the program in one line, with status 2; a bug keeps its traceback."""
+    """Let these errors end the program in one line, with status 2; a bug keeps its traceback."""
     try:
         yield
     except errors as error:

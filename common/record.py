@@ -44,7 +44,7 @@ class Progress:
     epoch: int = 0  # whole epochs that are done
     epoch_step: int = 0  # steps of the epoch after them
     step: int = 0  # optimizer steps of all epochs
-    losses: list[float] = field(default_factory=list)  # of the unfinished epoch's steps
+    losses: list[float] = field(default_factory=list)  # losses of the unfinished epoch's steps
 
 
 class Recorder:
@@ -64,8 +64,8 @@ class Recorder:
         self.is_rank_zero = rank == 0
         self.seconds: list[float] = []  # how long each step took
         self.rates: list[float] = []  # the learning rate of each step
-        self.lines: list[str] = []  # of metrics.jsonl, not yet written
-        self.epoch_line = ""  # for stdout, not yet printed
+        self.lines: list[str] = []  # lines for metrics.jsonl, not yet written
+        self.epoch_line = ""  # a line for stdout, not yet printed
         self.ticks: list[Any] = []  # the start of an epoch, and the end of each step
         keys = ("stage", "dataset", "model", "epochs", "seed", "device")
         self.summary = {key: getattr(args, key) for key in keys} | {"world_size": world_size}
@@ -99,7 +99,7 @@ class Recorder:
         return event
 
     def seconds_of_steps(self) -> list[float]:
-        """Of those since start_epoch, each with the loading of its batch."""
+        """Return the seconds of each step since start_epoch, with the loading of its batch."""
         if self.args.device != "cuda":
             return [end - begin for begin, end in pairwise(self.ticks)]
         torch.cuda.synchronize()

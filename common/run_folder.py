@@ -77,7 +77,7 @@ def lock(folder: Path) -> TextIO:
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
-    for unfinished in folder.glob("*.*.tmp"):  # of a process that was killed
+    for unfinished in folder.glob("*.*.tmp"):  # left by a process that was killed
         unfinished.unlink()
     return file
 

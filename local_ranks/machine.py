@@ -41,7 +41,7 @@ def free_port() -> int:
 
 
 def stopped_clock() -> SimpleNamespace:
-    """In place of the module time: it stands still unless somebody sleeps."""
+    """Make a stand-in for the module time that stands still unless somebody sleeps."""
     time = SimpleNamespace(now=100.0)
     time.monotonic = lambda: time.now
     time.sleep = lambda seconds: setattr(time, "now", time.now + seconds)
@@ -49,7 +49,7 @@ def stopped_clock() -> SimpleNamespace:
 
 
 def is_running(pid: int | str) -> bool:
-    """Not so if it has ended and only waits for its parent to notice."""
+    """Is this process running? It is not if it has ended and waits for its parent to notice."""
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 

@@ -18,7 +18,7 @@ from common.models import build_model
 from local_ranks.train_stage import default_dtype, options
 
 Step = list[list[int]]  # the groups of samples that a step normalizes together
-Steps = Callable[[int, int, int, int], Iterator[Step]]  # of samples, batch, seed and epoch
+Steps = Callable[[int, int, int, int], Iterator[Step]]  # called with samples, batch, seed and epoch
 Batch = tuple[torch.Tensor, torch.Tensor]  # images and labels
 
 
@@ -123,6 +123,6 @@ def gradients_of_step(net: nn.Module, groups: list[Batch]) -> tuple[float, list[
 
 
 def clipped(gradients: list[torch.Tensor], limit: float) -> list[torch.Tensor]:
-    """As torch does it, to a global norm of at most this limit."""
+    """Clip gradients as torch does, to a global norm of at most this limit."""
     norm = math.sqrt(sum(g.square().sum().item() for g in gradients))
     return [g * min(1.0, limit / (norm + 1e-6)) for g in gradients]

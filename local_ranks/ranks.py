@@ -35,7 +35,7 @@ class NewProcesses:
     """How the processes begin that this one starts."""
 
     start_method: str = "forkserver"  # "fork" in a process that has imported torch already
-    preloaded: list[str] = field(default_factory=list)  # by the fork server; or else what is slow
+    preloaded: list[str] = field(default_factory=list)  # if empty, what is slow is preloaded
 
     def context(self) -> Any:
         slow = [name for name in SLOW_MODULES if name in sys.modules]
@@ -53,7 +53,7 @@ class RankError(RuntimeError):
 class Start(NamedTuple):
     """How a rank begins."""
 
-    variables: dict[str, str]  # of the environment
+    variables: dict[str, str]  # variables of the environment
     backend: str | None = "gloo"  # None: its function joins the process group
     device: str = "cpu"
     quiet: bool = False  # hide what it writes to stderr; an error still arrives
@@ -215,7 +215,7 @@ def join_group(rank: int, start: Start) -> None:
 
 
 def end_with_parent() -> None:
-    """From now on, this process ends when its parent does.
+    """Make this process end when its parent does.
 
     Without this, a rank that waits in C++ would outlive a program that is killed.
     """

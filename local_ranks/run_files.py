@@ -60,7 +60,7 @@ class Run:
 
 
 def same_weights(a: Run, b: Run) -> bool:
-    """Whether two runs ended with the same bits: of weights, buffers and momenta."""
+    """Did two runs end with the same bits of weights, buffers and momenta?"""
 
     def result(run: Run) -> list:
         saved = run.checkpoint
@@ -72,6 +72,6 @@ def same_weights(a: Run, b: Run) -> bool:
 
 
 def same_run(a: Run, b: Run) -> bool:
-    """The same, and whether both logged the same steps."""
+    """Did two runs log the same steps and end with the same bits?"""
     logs = [[(line["step"], line["lr"], line["loss"]) for line in run.metrics] for run in (a, b)]
     return logs[0] == logs[1] and same_weights(a, b)

@@ -1,7 +1,7 @@
 """Scripts on ranks of this machine, which think that torchrun has started them.
 
     run_script("01_single_gpu/train.py", flag)       # exit status and output of one process
-    launch_script("04_ddp_torchrun/train.py", flag)  # the same of each of two ranks
+    launch_script("04_ddp_torchrun/train.py", flag)  # the same for each of two ranks
 
 Each process comes from a fork server that has imported torch, and becomes the script.
 """
@@ -50,12 +50,12 @@ def store_of_a_launcher(ranks: int) -> tuple[dist.TCPStore, dict[str, str]]:
 
 
 def use_default_start_method() -> None:
-    """For loaders, as in a rank of torchrun; else each rank would have a fork server of its own."""
+    """Start loaders as in a rank of torchrun; else each rank would have its own fork server."""
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
 
 
 def fork_ranks() -> None:
-    """From now on, this process forks the ranks that it starts, so they need not import torch."""
+    """Make this process fork the ranks that it starts, so that they need not import torch."""
     spawning = sys.modules["torch.multiprocessing.spawn"]
     start = spawning.start_processes
 
@@ -157,6 +157,6 @@ def run_script(
 def launch_script(
     script: str, *flags: str, ranks: int = 2, env: dict[str, str] | None = None, **how: Any
 ) -> list[tuple[int, str]]:
-    """As `run_script`, for ranks that think torchrun has started them. env: more variables."""
+    """Call `run_script` for ranks that think torchrun has started them. env: more variables."""
     _store, variables = store_of_a_launcher(ranks)
     return run_script(script, *flags, ranks=ranks, env=variables | (env or {}), **how)

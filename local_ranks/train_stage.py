@@ -27,7 +27,7 @@ from local_ranks.stage_files import LESSON_FOLDERS, Change, fresh_module
 
 ON_CPU = ("--device=cpu", f"--data-dir={ROOT / 'data'}")
 ONE_EPOCH = ("--model=net-bn", "--epochs=1", "--batch-size=60")
-FP32 = {"dtype": torch.float32}  # of a run that is not in float64
+FP32 = {"dtype": torch.float32}  # for a run that is not in float64
 
 
 def options(*flags: str) -> Namespace:
@@ -134,5 +134,5 @@ def train(
 
 @cache
 def train_once(key: str, world_size: int, *flags: str, **more: Any) -> Run:
-    """As train, but the same run is made once: for tests that only look at it."""
+    """Train as `train` does, but make the same run only once, for tests that only look at it."""
     return train(key, world_size, *flags, **more)

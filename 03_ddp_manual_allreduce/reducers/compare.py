@@ -44,7 +44,7 @@ def compare(rank: int) -> list[tuple[str, str, int, bool]]:
 
 
 def watch_backward(rank: int) -> list[tuple[int, str, str, int, int]]:
-    """For each bucket: when it is sent, and how many gradients are complete by then."""
+    """List when each bucket is sent, and how many gradients are complete by then."""
     model, rows = torchvision.models.resnet18(num_classes=10), []
     names = {parameter: name for name, parameter in model.named_parameters()}
     reducer = Bucketed(model)

@@ -166,7 +166,7 @@ class Reducer(Protocol):
     """What all of them offer. To make one is a collective, and so is each call of finish()."""
 
     def finish(self) -> None:
-        """After backward: now every rank has the mean of all ranks' gradients."""
+        """Leave the mean of all ranks' gradients on every rank; call this after backward."""
 
 
 REDUCERS: dict[str, Callable[[nn.Module], Reducer]] = {

@@ -21,7 +21,7 @@ from torch import Tensor
 from common.options import Parser, UsageError, exit_on, int_at_least
 from local_ranks.ranks import run_ranks
 
-PIECE_BYTES = 2**22  # of a message: while one is added up, the next one is sent
+PIECE_BYTES = 2**22  # bytes of a piece: while one is added up, the next one is sent
 
 
 def simple_all_reduce(tensor: Tensor, after_step: Callable[[Tensor], object]) -> None:
@@ -51,7 +51,7 @@ def simple_all_reduce(tensor: Tensor, after_step: Callable[[Tensor], object]) ->
 
 
 def ring_all_reduce(tensor: Tensor) -> int:
-    """The same ring, faster: a chunk is sent in pieces, and no piece waits for the others.
+    """Sum like simple_all_reduce, but faster: chunks go in pieces, and no piece waits for another.
 
     tensor: contiguous, of the same shape on every rank. Returns the bytes that this rank sent.
     """

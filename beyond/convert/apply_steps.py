@@ -24,7 +24,7 @@ SCRIPTS = (
 
 
 def diffs_of(script: Path) -> list[Path]:
-    """Its steps, or the one diff of its name."""
+    """List the diffs in the script's steps/, or else the one diff that has the script's name."""
     return sorted(script.parent.glob("steps/*.diff")) or [script.with_suffix(".diff")]
 
 

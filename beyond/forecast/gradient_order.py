@@ -54,7 +54,7 @@ def gradients_of(model: nn.Module, images: torch.Tensor) -> list[tuple[float, fl
     model(images)
 
     def positions_of(name: str) -> float:
-        """Of that layer, or of the attention that uses its weights without calling it."""
+        """Count a layer's positions, or those of the attention that uses its weights by itself."""
         while (layer := model.get_submodule(name)) not in positions:
             name = name.rpartition(".")[0]
         return positions[layer]
@@ -83,7 +83,7 @@ def build_classifier(name: str, image_size: int) -> nn.Module:
 
 
 def gradients_of_classifier(name: str, image_size: int) -> list[tuple[float, float]]:
-    """Those of a stage's model, or of any classifier of torchvision."""
+    """Call gradients_of with a stage's model, or with any classifier of torchvision."""
     with torch.device("meta"):
         channels = 1 if name in ("net", "net-bn") else 3
         try:

@@ -36,8 +36,8 @@ from traces import FailedError, Start, Trace, traces
 
 RUNS = ROOT / "runs" / "puzzles"
 COST = ROOT / "benchmarks" / "results" / "puzzles.json"
-EQUAL = 1e-9  # of the length of the weights, in float64: the mistakes change a step by 1e-5 or more
-MOST_LINES = 16  # that an answer adds or removes
+EQUAL = 1e-9  # relative to the weights, in float64: the mistakes change a step by 1e-5 or more
+MOST_LINES = 16  # an answer adds and removes no more
 
 
 class Puzzle(NamedTuple):
@@ -47,7 +47,7 @@ class Puzzle(NamedTuple):
     number: int
     style: str
     belongs_to: str  # the page that teaches what one must know
-    rows: list[str]  # of prove, which the answer turns right
+    rows: list[str]  # rows of prove, which the answer turns right
     why_unseen: str  # if no row says WRONG
     measure: str  # what main() returns
     ranks_draw_apart: bool = False  # two ranks draw other random numbers than one
@@ -83,7 +83,7 @@ def prove_answer(source: str) -> Answer:
 
 
 def run(source: str, ranks: int, in_float64: bool = True, seed: int = 0) -> list[Trace]:
-    """Of each rank. Raises ScriptError: the script fails, or its ranks wait for each other."""
+    """Trace each rank. Raises ScriptError if the script fails or its ranks wait for each other."""
     start = Start(ranks, in_float64=in_float64, seed=1000 * seed, as_program=False)
     try:
         of_ranks = traces(source, start)

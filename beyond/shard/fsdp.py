@@ -36,7 +36,7 @@ from shards import (
 )
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-Place = tuple[torch.Size, tuple[int, ...], int]  # of a view in a flat tensor: size, stride, offset
+Place = tuple[torch.Size, tuple[int, ...], int]  # size, stride, offset of a view in a flat tensor
 
 
 def refuse_parts(optimizer: optim.Optimizer, *_: Any) -> None:
@@ -100,10 +100,10 @@ class CallOrder:
     """
 
     def __init__(self) -> None:
-        self.called: list[ShardedLayer] = []  # in the forward that runs
-        self.computing: ShardedLayer | None = None  # or has failed
-        self.layers: list[ShardedLayer] = []  # of the last forward that has ended
-        self.places: dict[ShardedLayer, int] = {}  # in it
+        self.called: list[ShardedLayer] = []  # layers in the forward that runs
+        self.computing: ShardedLayer | None = None  # the layer that computes, or that has failed
+        self.layers: list[ShardedLayer] = []  # layers of the last forward that has ended
+        self.places: dict[ShardedLayer, int] = {}  # places in that forward
 
     def begin(self) -> None:
         self.called.clear()

@@ -31,7 +31,7 @@ class FullModelState:
         if not isinstance(self.model, FSDP):
             self.collected = self.model.state_dict()
             return
-        full_tensor: dict[Parameter, Tensor] = {}  # of each part
+        full_tensor: dict[Parameter, Tensor] = {}  # each part's full tensor
         for layer in self.model.layers:
             tensors = layer.shards.gather([part.detach() for part in layer.owned])
             full_tensor |= zip(layer.owned, tensors, strict=False)  # none, except on rank 0

@@ -101,7 +101,7 @@ def by_library(
     optimizer = optimizer_class(model.parameters(), **options)
 
     def clip(limit: float) -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), limit)  # of DTensors: over all ranks
+        nn.utils.clip_grad_norm_(model.parameters(), limit)  # clips DTensors over all ranks
 
     states = LibraryModelState(model), LibraryOptimizerState(model, optimizer)
     return ShardedTraining(model, optimizer, lambda: None, clip, *states)

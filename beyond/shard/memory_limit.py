@@ -23,7 +23,7 @@ from local_ranks.ranks import RankError, run_ranks
 from text_model import BYTES, Transformer
 
 MIB = 2**20
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # options of mallopt(3)
 WIDTH, LAYERS, TOKENS, STEPS = 320, 10, 32, 3
 # What torch, the C library, C++ and Python say.
 NO_ROOM = re.compile("(can't|cannot) allocate memory|bad_alloc|MemoryError", re.IGNORECASE)

@@ -53,9 +53,9 @@ class Shards:
     def __init__(self, shapes: Sequence[Size]) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.shapes, self.sizes = list(shapes), [shape.numel() for shape in shapes]
-        self.length = -(-sum(self.sizes) // self.world_size)  # of a shard; the last one is padded
-        self.owned_slices: list[slice] = []  # of each tensor, flat: what this rank owns
-        self.shard_slices: list[slice] = []  # and where that lies in this rank's shard
+        self.length = -(-sum(self.sizes) // self.world_size)  # the last shard is padded
+        self.owned_slices: list[slice] = []  # what this rank owns of each flat tensor
+        self.shard_slices: list[slice] = []  # where that lies in this rank's shard
         shard_start, tensor_start = self.rank * self.length, 0
         for size in self.sizes:
             tensor_end = tensor_start + size
@@ -156,7 +156,7 @@ def clip_grad_norm(parts: Iterable[Tensor], replicated: Iterable[Tensor], limit:
     square = torch.stack(squares or [gradients[0].new_zeros((), dtype=torch.float64)]).sum()
     dist.all_reduce(square)
     norm = (square + sum(map(squared_norm, replicated))).sqrt()
-    scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # of nan: nan, as torch's
+    scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # nan stays nan, as in torch
     for gradient in gradients:
         gradient.mul_(scale)
     return float(norm)

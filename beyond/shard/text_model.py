@@ -21,7 +21,7 @@ from common.options import Parser, UsageError
 
 IGNORED = -100  # the label of what nobody has to predict: the default of F.cross_entropy
 PLAY = Path(__file__).with_name("richard_iii.txt")
-LENGTH, BYTES = 128, 256  # of a sample, in tokens; the vocabulary
+LENGTH, BYTES = 128, 256  # tokens of a sample; size of the vocabulary
 
 
 class Text(Dataset):

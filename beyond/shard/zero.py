@@ -85,7 +85,7 @@ class ShardedOptimizer(optim.Optimizer):
         self.inner = optimizer_class(inner_groups)
         self.defaults = {**self.inner.defaults, **options}  # OneCycleLR looks for AdamW's betas
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update({key: inner[key] for key in inner if key != "params"})  # with defaults
+            group.update({key: inner[key] for key in inner if key != "params"})  # defaults included
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "inner"):  # it is made, and so are its buckets

@@ -181,11 +181,11 @@ def stop_together(rank: int, port: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     agreement = Agreement(seconds=10)
     step = 0
-    seconds = 0.0  # that votes took
+    seconds = 0.0  # the time that votes took
     while not agreement.stopped:
         step += 1
         time.sleep(0.02)  # a training step
-        dist.all_reduce(torch.zeros(1))  # its gradients
+        dist.all_reduce(torch.zeros(1))  # stands for the gradients
         if rank == 1 and step == 100:
             os.kill(os.getpid(), signal.SIGTERM)
             print("rank 1 receives SIGTERM in step 100")

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, Sampler
 
 MARK = b"\nsha256 "  # before the checksum, at the end of a file; torch.load ignores both
 SEAL_BYTES = len(MARK) + 64  # the mark and the checksum
-CHUNK_BYTES = 2**20  # of a file, in memory at a time
+CHUNK_BYTES = 2**20  # memory holds so much of a file at a time
 
 
 class CheckpointError(ValueError):
@@ -203,7 +203,7 @@ class SkipFirst(Sampler):
     def __iter__(self) -> Iterator[int]:
         return islice(self.sampler, self.skip, None)
 
-    def __len__(self) -> int:  # of the whole epoch
+    def __len__(self) -> int:  # the length of the whole epoch
         return len(self.sampler)  # type: ignore[arg-type]
 
 

@@ -31,7 +31,7 @@ BEAT_SECONDS = 0.25  # from one note to the next: a beat, in which the other lim
 ENDED_BEATS = 20  # 5 s without a note of a process that has ended: it will never say why
 NO_STORE_BEATS = 240  # 60 s after the connection to the store has broken: ranks may still finish
 LOST_BEATS = 12  # 3 s without an answer from the store, after a collective has failed
-GRACE_SECONDS = 1.5  # for the main thread to end by itself after another rank has ended
+GRACE_SECONDS = 1.5  # the main thread may end by itself so long after another rank has ended
 # gloo raises RuntimeError, as much else does. Its message begins with a line of gloo's own source.
 GLOO = re.compile(r"\[\S*\bgloo/\S+:\d+\] |Application timeout caused pair closure")
 FINISHED = "the end of its work"
@@ -97,7 +97,7 @@ class Watchdog:
     def _watch(self) -> None:
         """Write a note again and again; end the main thread if another rank has ended."""
         next_rank = (self.rank + 1) % len(self.keys)
-        newest = 0  # of its notes
+        newest = 0  # the newest note of the next rank
         heard = self.beats  # when it came
         running = time.monotonic()  # when no rank had ended yet
         while not self.over.wait(BEAT_SECONDS):
@@ -138,7 +138,7 @@ class Watchdog:
         code = linecache.getline(self.file, line).split("  #")[0].strip()
         return f"step {self.step()}, line {line}, `{code}`"
 
-    def _notes(self, *ranks: int) -> list[list]:  # of these, or of all
+    def _notes(self, *ranks: int) -> list[list]:  # notes of these ranks, or of all
         keys = [self.keys[rank] for rank in ranks] or self.keys
         there = [(key, self.store.check([key])) for key in keys]
         return [json.loads(self.store.get(key) if known else UNKNOWN) for key, known in there]

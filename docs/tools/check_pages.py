@@ -29,7 +29,7 @@ from repository_pages import (
 )
 from update_translations import translated_pages
 
-WORDS = 900  # of a page of the main path, at most
+WORDS = 900  # most words of a page of the main path
 FENCED = r"^```.*?^```$"
 LINK = r"!?\[([^\]]*)\]\([^)]*\)"
 TERM = re.compile(r'^\| (?:<a id="[\w-]+"></a>)+(?P<term>.+?) \|', re.M)  # a row of the glossary

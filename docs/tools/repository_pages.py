@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # The main path, in the order in which it is read.
 MAIN_PATH = [".", "01_single_gpu", "02_data_parallel", "03_ddp_manual_allreduce"]
 MAIN_PATH += ["04_ddp_torchrun", "05_amp_syncbn", "beyond/survive", "beyond/convert"]
-PARENTS = {  # of each train.py that teaches a difference: the folder of the one before
+PARENTS = {  # for each train.py that teaches a difference, the folder of its parent
     "02_data_parallel": "01_single_gpu",
     "03_ddp_manual_allreduce": "01_single_gpu",
     "04_ddp_torchrun": "03_ddp_manual_allreduce",
@@ -89,7 +89,7 @@ class Fence:
     kind: str
     text: str
     note: str  # the comment right above it
-    place: tuple[int, int]  # of the text in the file
+    place: tuple[int, int]  # where the text lies in the file
 
     @property
     def name(self) -> str:
@@ -134,7 +134,7 @@ def lesson(stage: str) -> str:
 
 
 def part_of_lesson(stage: str, first: str, last: str) -> str:
-    """From the line that begins with `first` to the next one that begins with `last`."""
+    """Cut a lesson: from the line that begins with `first` to the next that begins with `last`."""
     lines = lesson(stage).splitlines(keepends=True)[2:]  # without the names of the files
     places = [number for number, line in enumerate(lines) if line.startswith(first)]
     if not places:

@@ -109,7 +109,7 @@ def test_a_stage_that_fails_is_left_out_and_the_others_are_measured(monkeypatch)
     results = stages.measure_stages(Effort(rounds=2), keys=("01", "04", "05"))
     assert [*results["variants"]] == ["01", "05", AA]
     assert results["skipped"] == {"04 DDP": "a run of it failed"}
-    failing = {"01"}  # with which the others are compared
+    failing = {"01"}  # the others are compared with it
     with pytest.raises(SystemExit):
         stages.measure_stages(Effort(rounds=2), keys=("01", "04", "05"))
 

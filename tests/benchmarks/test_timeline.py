@@ -191,7 +191,7 @@ def test_collectives_are_seen_by_their_old_and_new_names(tmp_path):
 
 
 def test_the_messages_of_fully_shard_are_seen(tmp_path):
-    """Its all-gather and its reduce-scatter are, at least. The control: their names are unknown."""
+    """fully_shard sends at least an all-gather and a reduce-scatter. The control: unknown names."""
     known = recorder_variables(tmp_path)["TIMELINE_COLLECTIVES"]
     messages, is_sending = messages_and_sending(tmp_path / "all", True, known)
     assert messages >= 2

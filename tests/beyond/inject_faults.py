@@ -57,7 +57,7 @@ SCRIPT = ROOT / "beyond/survive/train.py"
 # Trials run side by side in threads. Each reads the status of its own processes, and of no others.
 multiprocessing.process._cleanup = lambda: None  # type: ignore[attr-defined]
 
-STEPS = 24  # of 2 epochs of digits
+STEPS = 24  # steps of 2 epochs of digits
 STEPS_PER_CHECKPOINT = 5
 TIMEOUT_SECONDS = 12
 FLAGS = ("--epochs=2", "--batch-size=120", f"--checkpoint-every-steps={STEPS_PER_CHECKPOINT}")
@@ -119,9 +119,9 @@ class Fault:
     variant: str = "net"
     ranks: int = 2
     rank: int = 0
-    step: int = 8  # of KINDS_OF_LOADERS: which start of loaders
+    step: int = 8  # for KINDS_OF_LOADERS, which start of loaders
     workers: int = 0
-    place: float = 0.5  # from 0 to 1: of the bytes of a file, or of the time of a step
+    place: float = 0.5  # part of a file's bytes or of a step's time, from 0 to 1
     pause_seconds: float = 0
     timeout_seconds: int = TIMEOUT_SECONDS
     beat_seconds: float = 0.25  # watchdog.BEAT_SECONDS; shorter, all its limits are shorter, too

@@ -38,7 +38,7 @@ class TrainingCase(NamedTuple):
     optimizer: str = "sgd"
     micro_batches: int = 1
     clip: float | None = None
-    changes: tuple = ()  # of lines, for a control
+    changes: tuple = ()  # changes of lines, for a control
 
 
 class Odd(nn.Module):
@@ -147,7 +147,7 @@ def changed_levels(changes: tuple = ()) -> ModuleType:
 def train_steps(training, steps, micro_batches: int = 1, clip: float | None = None) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for inputs, labels in steps:
-        count = int((labels >= 0).sum())  # of all ranks
+        count = int((labels >= 0).sum())  # labels of all ranks
         training.optimizer.zero_grad()
         pieces = (tensor[rank::world_size].chunk(micro_batches) for tensor in (inputs, labels))
         for number, micro_batch in enumerate(zip(*pieces, strict=True), start=1):

@@ -127,7 +127,7 @@ def test_the_commands_of_the_page_lead_to_the_script_for_many_gpus(
 
 
 def _weights_after_each_step(rank: int, samples: int, drop_last: bool) -> torch.Tensor:
-    """Of two epochs, in global batches of 12."""
+    """Return the weights after each step of two epochs, in global batches of 12."""
     torch.distributed.init_process_group("gloo")
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)

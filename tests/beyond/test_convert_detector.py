@@ -94,7 +94,7 @@ def test_the_map_of_two_ranks_is_that_of_one_process_to_the_last_digit(tmp_path)
     (tmp_path / "detector.py").write_text(by_heart)
     flags = ("--batch-size=2", "--epochs=1", "--lr=0.2", "--eval-epochs", f"--run-dir={tmp_path}")
     assert launch(tmp_path / "detector.py", f"--data-dir={scenes(4)}", *flags, ranks=0)[0] == (0,)
-    for images in (1, 3):  # of one image, rank 1 gets none
+    for images in (1, 3):  # with one image, rank 1 gets none
         flags = (f"--data-dir={scenes(4, images)}", f"--resume={tmp_path}/last.pt", "--evaluate")
         [single] = run_on_ranks(1, _run, "detector.py", flags)
         assert run_on_ranks(2, _run, converted(DETECTOR), flags) == [single, single]

@@ -68,7 +68,7 @@ def _example(rank: int, source: str, *changes: tuple[str, str]) -> dict:
 
 @cache
 def original_of(name: str) -> dict:
-    """In the order of a DistributedSampler, if it shuffles."""
+    """Run the original; if it shuffles, then in the order of a DistributedSampler."""
     epochs, sampler = (
         "for epoch in range(3):\n",
         "torch.utils.data.DistributedSampler(train_set, 1, 0)",

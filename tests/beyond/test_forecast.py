@@ -21,7 +21,7 @@ SLOW = step_model.Link(1e-3, 1e8)
 
 FORECAST = "forecast --parameters=7e7 --step-ms=23 --batch-size=32 --gbit=50 --latency-us=800"
 FORECAST += " --gpus=16 --gpus-per-node=4 --inside=pcie-3"
-PRINTED = {  # by a chapter with these flags: rows, with one space between their cells
+PRINTED = {  # rows that a chapter prints with these flags, with one space between cells
     "step_model": "the step takes 316 ms | 8 100 100 123 | 30 140 140 225 | 25 200 225 295 | "
     "25 280 295 366 | 10 300 366 395 | the step takes 405 ms",
     "gradient_order": "resnet50 7.8 0% | resnet50 30.0 9% | resnet50 25.0 17% | "
@@ -39,7 +39,7 @@ PRINTED = {  # by a chapter with these flags: rows, with one space between their
 
 @pytest.mark.parametrize("call", PRINTED)
 def test_a_chapter_prints_these_numbers(call):
-    """Of step_model.py, forecast.py and gradient_order.py."""
+    """The chapters are step_model.py, forecast.py and gradient_order.py."""
     name, *flags = call.split()
     output = output_of(name, *flags)
     lines = [" ".join(line.split()) for line in output.splitlines()]

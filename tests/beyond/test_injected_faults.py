@@ -35,7 +35,7 @@ inject_faults.FLAGS += (*few_digits(), "--batch-size=24")
 FAULTS = {
     "stop": Fault("stop", "net", 3, 2, 12),
     "sleep": Fault("sleep", "net", 2, 1, 12),
-    "hang-loader": Fault("hang-loader", "net", 2, 1, 4, workers=1),  # that of the evaluation
+    "hang-loader": Fault("hang-loader", "net", 2, 1, 4, workers=1),  # the evaluation's loader
     "stop-keeper": Fault("stop-keeper", "net", 3, 0, 12),
     "skip": Fault("skip", "net", 2, 1, 12),
     "raise": Fault("raise", "net", 3, 1, 12),
@@ -43,7 +43,7 @@ FAULTS = {
     "nan": Fault("nan", "net", 3, 2, 13),
     "nan-before-a-checkpoint": Fault("nan", "net", 2, 0, STEPS_PER_CHECKPOINT),
     "tmpfs-full-before-the-second-save": Fault("tmpfs-full", "net", 2, 0, STEPS_PER_CHECKPOINT + 1),
-    "term-loaders": Fault("term-loaders", "net", 2, 1, 4, workers=2),  # those of the evaluation
+    "term-loaders": Fault("term-loaders", "net", 2, 1, 4, workers=2),  # the evaluation's loaders
 }
 ONLY_IN_THE_CAMPAIGN = ("kill-any-time", "kill-all", "os-exit", "truncation")
 for kind in [kind for kind in KINDS if kind not in (*FAULTS, *ONLY_IN_THE_CAMPAIGN)]:
@@ -74,7 +74,7 @@ def can_happen(fault: Fault) -> bool:
 
 @cache
 def outcomes() -> dict[Fault, FaultOutcome]:
-    """Of all faults, side by side: most of the time they wait."""
+    """Inject all faults side by side, because most of the time they wait."""
     possible = [fault for fault in FAULTS.values() if can_happen(fault)]
     for fault in possible:
         reference(fault)  # before two threads train the same one

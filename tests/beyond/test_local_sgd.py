@@ -41,7 +41,7 @@ def small(seed: int = 0) -> Small:
 
 
 def one_step(model, optimizer, step: int, rank: int) -> None:
-    """Of a rank, with a batch of its own."""
+    """Make one step of a rank, with a batch of its own."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     images = torch.randn(6, 2, 4, 4, generator=generator).double()
     labels = torch.randint(3, (6,), generator=generator)
@@ -108,7 +108,7 @@ def h_1_is_ddp(rank: int) -> None:
 
 @on_ranks(2)
 def test_c44_h_1_with_sgd_is_ddp_on_2_ranks(rank):
-    """To 1e-12 in float64, with and without momentum inside, which is linear as well."""
+    """They agree to 1e-12 in float64, with and without momentum inside, which is linear as well."""
     h_1_is_ddp(rank)
 
 

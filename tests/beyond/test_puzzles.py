@@ -42,7 +42,7 @@ MOVED = {  # what makes another mistake of the answer, which one rank alone does
 }
 ISLICE = ("\n\nimport torch\n", "\n\nfrom itertools import islice\n\nimport torch\n")
 SHARE = "islice(lines(192, seed=1), dist.get_rank(), None, dist.get_world_size()"
-OTHER_ANSWERS = {  # as right as ours; of each, what is changed in the script
+OTHER_ANSWERS = {  # what each changes in the script; all are as right as ours
     # The source is dealt out before it is shuffled, so the order is another one.
     3: [ISLICE, ("lines(192, seed=1)", f"{SHARE})")],
     5: [("= number % accumulate == 0", "= number % accumulate == accumulate - 1")],
@@ -56,7 +56,7 @@ OTHER_ANSWERS = {  # as right as ours; of each, what is changed in the script
     ],
 }
 
-HALF_ANSWERS = {  # that look like answers
+HALF_ANSWERS = {  # they look like answers
     3: [  # half of the lines, each once, in as many steps
         ISLICE,
         ("lines(192, seed=1)", f"{SHARE} ** 2)"),
@@ -82,7 +82,7 @@ def wrong_answers(puzzle) -> dict[str, str]:
 
 
 def _judge(number: int, sources: dict[str, str], file: Path) -> None:
-    """In a fork that has imported torch, and whose ranks are forks of it."""
+    """Judge answers to a puzzle in a fork that has imported torch; its ranks are forks of it."""
     use_default_start_method()
     os.environ["OMP_NUM_THREADS"] = "1"
     os.chdir(file.parent)

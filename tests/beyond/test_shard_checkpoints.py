@@ -55,7 +55,7 @@ def resumed(
 
 
 def saved(state: tuple) -> bytes:
-    """As a file would hold it: a process takes only so many tensors as arguments."""
+    """Save a state to bytes, because a process takes only so many tensors as arguments."""
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()
@@ -65,7 +65,7 @@ def saved(state: tuple) -> bytes:
 def saved_on_two_ranks(
     name: str = "transformer", optimizer: str = "adamw", library: bool = False
 ) -> dict[str, tuple]:
-    """By level, after two of four steps."""
+    """Return each level's state after two of four steps."""
     cases = [(level, library, None) for level in BY_HAND]
     states = run_on_ranks(2, resumed, cases, name, optimizer)[0]
     return dict(zip(BY_HAND, states, strict=True))

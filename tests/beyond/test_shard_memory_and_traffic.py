@@ -162,9 +162,9 @@ def all_sent(rank: int, cases: list) -> list[float]:
     return sent
 
 
-SENT = {  # by two ranks: multiples of the parameters' bytes
+SENT = {  # bytes sent by two ranks, as multiples of the parameters' bytes
     (False, "none"): 1.0,  # an all-reduce of the gradients
-    (False, ZERO_1): 1.5,  # and an all-gather of the parameters
+    (False, ZERO_1): 1.5,  # adds an all-gather of the parameters
     (False, ZERO_2): 1.0,  # a reduce-scatter, an all-gather
     (False, FSDP): 1.5,  # two all-gathers, a reduce-scatter
     (True, FSDP): 2.0,  # gloo's reduce-scatter sends as much as an all-reduce

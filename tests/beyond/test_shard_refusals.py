@@ -160,7 +160,7 @@ def test_shard_optimizers_of_whole_parameters_refuse_the_parts_of_fsdp(rank):
         assert not (old == new).any()
     plain = nn.Linear(3, 2)
     plain(torch.ones(1, 3)).sum().backward()
-    LBFGS(plain.parameters()).step(lambda: 0.0)  # and parameters that are whole
+    LBFGS(plain.parameters()).step(lambda: 0.0)  # the control: parameters that are whole
 
 
 @on_ranks(2)
@@ -173,7 +173,7 @@ def test_shard_zero_takes_no_parameters_later(rank):
 
 
 class TiedByHand(nn.Module):
-    """Its forward uses the weight of a layer that does not compute then."""
+    """Uses the weight of a layer in forward without calling that layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -91,7 +91,7 @@ def test_shard_a_forward_without_backward_leaves_no_stale_weights(rank):
 
 @on_ranks(2)
 def test_shard_a_checkpoint_inside_a_layer_computes_again_with_whole_parameters(rank):
-    """Its weights are compared above. The control: with this rank's parts, torch's error."""
+    """Another test compares the weights. The control: with this rank's parts, torch fails."""
     parts = (("fsdp.py", "if in_backward and", "if False and"),)
     for name in ("checkpoint", "reentrant checkpoint"):
         training = changed_levels(parts).by_hand(FSDP, build(name), SGD, lr=0.1)
@@ -164,7 +164,7 @@ def test_shard_weights_differ_if_a_mechanism_is_left_out():
 
 
 def test_shard_adamw_hides_a_missing_division():
-    """Its step does not depend on the scale of the gradient, except through epsilon."""
+    """AdamW's step does not depend on the scale of the gradient, except through epsilon."""
     left_out = [CONTROLS[f"{name}: no division"] for name in ("ZeRO-2", "FSDP")]
     cases = [
         TrainingCase(level, optimizer="adamw", changes=(change,)) for level, change in left_out
@@ -218,7 +218,7 @@ def test_shard_zero_takes_a_schedule_of_adamws_momentum(rank):
 
 
 class Weighted(nn.Module):
-    """Its gradient is the mean of the ranks' inputs."""
+    """Has a weight whose gradient is the mean of the ranks' inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class Weighted(nn.Module):
 
 
 def steps_with_a_scaler(level: str, changes: tuple = ()) -> tuple[list, list]:
-    """Of each of two steps: the scale afterwards, and whether weights changed, on this rank.
+    """Return the scale after each of two steps, and whether weights changed on this rank.
 
     In the first, only rank 0 has an inf, in a gradient whose mean only rank 0 gets with FSDP.
     """
@@ -305,7 +305,7 @@ class TakesNested(nn.Module):
 
 @on_ranks(2)
 def test_shard_fsdp_divides_module_dicts_and_nested_lists_and_leaves_bare_parameters_whole(rank):
-    """And computes what rank 0's model computes."""
+    """The sharded model computes what rank 0's model computes."""
     for model, layers in (
         (TakesParts(), ["parts.first", "parts.second"]),
         (TakesNested(), ["groups.0.0", "groups.1.0"]),

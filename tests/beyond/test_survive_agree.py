@@ -15,8 +15,10 @@ from local_ranks.stage_files import LESSON_FOLDERS, fresh_module
 
 
 def votes(rank: int, step_seconds: list[float], sigterm: int, without: tuple = ()) -> tuple:
-    """In which steps this rank votes, and after which one it stops. sigterm: the step in which
-    rank 1 receives it."""
+    """Return the steps in which this rank votes, and the one after which it stops.
+
+    sigterm: the step in which rank 1 receives it.
+    """
     module = fresh_module(LESSON_FOLDERS["survive"] / "agree.py", without)
     module.time = time = stopped_clock()
     agreement, steps_with_a_vote = module.Agreement(30), []
@@ -90,7 +92,7 @@ def test_if_a_rank_fails_all_end_and_the_lowest_that_failed_says_why(rank):
 def test_the_mean_loss_of_an_epoch_ends_all_ranks_if_it_cannot_be_saved(rank):
     """Because a loss or a weight is nan, or because no loss scale is small enough for fp16."""
     agreement, model = agree.Agreement(30), torch.nn.Linear(2, 1)
-    losses = torch.arange(4.0) + rank  # of steps 7 to 10
+    losses = torch.arange(4.0) + rank  # losses of steps 7 to 10
 
     def mean(losses: torch.Tensor, scale: float = 1.0) -> list[float]:
         return agreement.mean_or_end(losses, model, 10, scale).tolist()
@@ -127,7 +129,7 @@ def test_one_rank_reads_a_file_for_all_that_see_it_and_all_learn_the_answer(rank
         return path.read_text() == "whole"
 
     def first_whole(*names: str) -> list:
-        """For each rank: the first of these files that is whole, and which files it has read."""
+        """Gather each rank's first of these files that is whole, and the files that it has read."""
         read.clear()
         valid_path = agreement.first_valid(is_whole, [folder / name for name in names])
         return gather_from_ranks((valid_path and valid_path.name, tuple(read)))
@@ -144,7 +146,7 @@ def test_one_rank_reads_a_file_for_all_that_see_it_and_all_learn_the_answer(rank
     assert first_whole("bad") == [(None, ("bad",)), (None, ()), (None, ())]
     name = "other name of a" if rank == 2 else "a"
     assert first_whole(name) == [("a", ("a",)), ("a", ()), ("other name of a", ())], "by its inode"
-    own = first_whole(str(rank), "b")  # that of rank 1 is damaged, and only rank 1 can say so
+    own = first_whole(str(rank), "b")  # rank 1's file is damaged, and only rank 1 can say so
     assert own == [("0", ("0", "b")), ("b", ("1",)), ("2", ("2",))]
     missing = first_whole("nowhere" if rank == 1 else "a", "b")
     assert missing == [("a", ("a", "b")), ("b", ()), ("a", ())]

@@ -101,7 +101,7 @@ def test_a_kill_in_any_line_of_a_save_leaves_a_whole_checkpoint(case, tmp_path, 
 
 
 def test_a_checkpoint_that_was_cut_anywhere_or_lost_a_bit_is_whole_or_is_not_taken(two):
-    """As after a kill while it, or its checksum, is written. torch reads what is taken."""
+    """A kill in the middle of writing leaves such a file. torch reads what is taken."""
     whole = two.read_bytes()
     end = whole.rindex(durable.MARK)
     digest = end + len(durable.MARK)
@@ -115,7 +115,7 @@ def test_a_checkpoint_that_was_cut_anywhere_or_lost_a_bit_is_whole_or_is_not_tak
 
 
 def test_a_save_that_fails_leaves_only_the_checkpoint_before(two):
-    """As on a full disk. What is saved has reached the file when its bytes are sent to the disk."""
+    """The disk is full. What is saved has reached the file when its bytes are sent to the disk."""
     synced = []
     with patch("os.fsync", lambda file: synced.append(os.fstat(file).st_size)):
         save(two, 3)
@@ -162,7 +162,7 @@ def test_a_save_that_fails_says_what_is_left_and_deletes_nothing(
 
 
 def test_a_checkpoint_that_cannot_be_renamed_stays_where_it_is(two):
-    """As in a folder that has become read-only."""
+    """The folder has become read-only."""
     read_only = patch("pathlib.Path.replace", side_effect=PermissionError("read-only"))
     with read_only, pytest.raises(durable.CheckpointError, match="the one before is whole"):
         save(two, 3)

@@ -64,7 +64,7 @@ WRONG_STARTS = [
 ]
 
 
-for host in ("127.0.0.1:29500", "node..example"):  # for which no name server is asked
+for host in ("127.0.0.1:29500", "node..example"):  # no name server is asked about these
     error = f"MASTER_ADDR is {host}, which this machine cannot resolve ("
     WRONG_STARTS.append((launcher_variables(29500) | {"MASTER_ADDR": host}, error))
 
@@ -76,7 +76,7 @@ def test_wrong_launch_variables_end_in_one_line_and_nobody_trains_alone(env, err
 
 @pytest.mark.parametrize(("name_server", "refuses"), [("EAI_NONAME", True), ("EAI_AGAIN", False)])
 def test_an_unknown_host_is_refused_and_a_busy_name_server_is_not(name_server, refuses):
-    """In the second case, torch asks again until the time limit."""
+    """While the name server is busy, torch asks again until the time limit."""
     error = socket.gaierror(getattr(socket, name_server), "as the name server says")
     with patch.object(socket, "getaddrinfo", side_effect=error):
         answer = answer_of(launch.require_address, "node-7")
@@ -104,7 +104,7 @@ def test_a_store_that_is_lost_before_the_watchdog_watches_ends_in_one_line(tmp_p
 
 
 def test_a_torchrun_of_one_rank_in_a_step_of_several_tasks_does_not_wait(tmp_path):
-    """As `srun --ntasks=2 torchrun --nproc-per-node=1`: each torchrun is a world of its own."""
+    """In `srun --ntasks=2 torchrun --nproc-per-node=1`, each torchrun is a world of its own."""
     env = launcher_variables(free_port(), ranks=1)
     env |= dict(zip(launch.SRUN, ("1", "1", "2", "2"), strict=True))
     flags = ("--device=cpu", "--max-steps=1", f"--run-dir={tmp_path}")
@@ -121,7 +121,7 @@ def gpu_with(uuid: str):
 
 @on_ranks(3)
 def test_restarted_ranks_find_nothing_of_those_before_and_tell_their_gpus_apart(rank):
-    """By uuid: srun may show each rank one GPU only. The control is a store without a prefix."""
+    """The uuid tells: srun may show each rank one GPU only. The control: no prefix in the store."""
     limit, lines = timedelta(seconds=30), []
     for prefix in (True, False):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"

@@ -205,7 +205,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(damage, tmp_path):
 
 
 def resume_from_own_folder(rank: int, folder: Path) -> str:
-    """As on two machines without a shared disk; the error of this rank."""
+    """Resume as on two machines without a shared disk; return the error of this rank."""
     flags = (f"--data-dir={ROOT / 'data'}", f"--run-dir={folder / str(rank)}", "--resume=auto")
     with pytest.raises((ValueError, SystemExit)) as caught:
         run_main(load_stage("survive"), rank, "--device=cpu", *flags)

@@ -90,7 +90,7 @@ def test_survive_ranks_meet_once_a_step_however_many_micro_batches(without=()):
 
 
 def test_a_run_that_another_stage_began_is_at_its_place_in_the_schedule():
-    """After one epoch with a batch of 120: the epoch is the place, whatever the batch is now."""
+    """After one epoch with a batch of 120, the epoch is the place, whatever the batch is now."""
     first = train_once("04", 2, "--model=net-bn", "--epochs=1", **FP32)
     flags = ("--model=net-bn", "--epochs=3", "--lr-decay=cosine", "--warmup-epochs=0.5")
     flags += ("--batch-size=60", f"--resume={first.folder / 'checkpoint.pt'}", "--max-steps=40")

@@ -4,7 +4,7 @@ import torch
 
 from local_ranks.ranks import NEW_PROCESSES
 
-PRELOADED = [  # by the fork server
+PRELOADED = [  # what the fork server preloads
     "PIL.Image",
     "common.checkpoint",
     "common.models",

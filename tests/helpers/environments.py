@@ -9,7 +9,10 @@ from pathlib import Path
 
 
 def make_environment(folder: Path, *names: str) -> Path:
-    """Its Python. It has these distributions as they are installed here, and what they require."""
+    """Make a virtual environment, and return its Python.
+
+    It has these distributions as they are installed here, and what they require.
+    """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     for name in names:

@@ -59,7 +59,7 @@ def assert_trains_on_own_gpus(script: str) -> None:
 
 
 def assert_finds_the_gpu_that_it_is_shown(script: str) -> None:
-    """As srun --gpus-per-task=1 does: each rank sees one GPU, at number 0."""
+    """Check that each rank uses the one GPU, at number 0, that srun --gpus-per-task=1 shows it."""
     assert_own_gpus(rehearse(script, gpus=1, envs=SHOWN_ITS_OWN), [0, 0], JOINS[script])
 
 
@@ -77,7 +77,7 @@ def assert_nccl_refuses_a_shared_gpu(script: str) -> None:
 
 
 def assert_evaluation_sends_each_batch_to_the_gpu(key: str) -> None:
-    """On tensors without data, which refuse to meet on two devices. The control sends nothing."""
+    """Tensors without data refuse to meet on two devices. The control sends nothing."""
     send = ("train.py", "images, labels = images.to(device), labels.to(device)")
     silent: dict[str, Any] = dict.fromkeys(("broadcast", "all_reduce"), lambda tensor, **_: None)
     # With all tensors on the GPU, it gets as far as reading its totals, which have no data here.
@@ -116,7 +116,7 @@ def lines_not_for_gpus(script: str) -> set[int]:
 
 
 def lines_never_run(script: str, *flags: str, machines: tuple[int, ...]) -> set[int]:
-    """Of a script that is rehearsed on machines with so many GPUs."""
+    """Find the lines that do not run when a script is rehearsed on machines with so many GPUs."""
     logs = [log for gpus in machines for log in rehearse(script, *flags, gpus=gpus)]
     assert [log.error for log in logs] == [""] * len(logs)
     statements = lines_of(ast.parse((ROOT / script).read_text()).body)

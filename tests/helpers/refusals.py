@@ -10,7 +10,7 @@ from local_ranks.machine import scratch_folder
 from local_ranks.scripts import launch_script, run_script
 from local_ranks.stage_files import LESSON_FOLDERS
 
-SCRIPTS = {  # of each folder that has one
+SCRIPTS = {  # the script of each folder that has one
     key: f"{folder.relative_to(ROOT)}/train.py"
     for key, folder in LESSON_FOLDERS.items()
     if (folder / "train.py").exists()
@@ -50,6 +50,6 @@ class Trap:
 
 
 def seal(path: Path) -> None:
-    """With the checksum that survive/ asks for."""
+    """Append the checksum that survive/ asks for."""
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     path.write_bytes(path.read_bytes() + MARK + digest.encode())

@@ -34,7 +34,7 @@ DDP, MINIMAL = "04_ddp_torchrun/train.py", "04_ddp_torchrun/minimal.py"
 AMP = "05_amp_syncbn/train.py"
 SURVIVE, OWN_LOOP = "beyond/survive/train.py", "beyond/survive/own_loop.py"
 SHARD = "beyond/shard/train.py"
-CONVERTED = "beyond/convert/classifier/classifier_ddp.py"  # which the diffs beside it make
+CONVERTED = "beyond/convert/classifier/classifier_ddp.py"  # made by the diffs beside it
 EXAMPLES = tuple(
     f"beyond/convert/examples/{name}_ddp.py"
     for name in ("contrastive", "gan", "language", "segmentation")
@@ -49,7 +49,7 @@ FLAGS = {
     MINIMAL: (),
     AMP: (*TWO_STEPS, "--model=net-bn", "--amp=fp16"),
     SURVIVE: (*TWO_STEPS, "--model=net-bn", "--amp=bf16", "--accumulate=2"),
-    OWN_LOOP: (".",),  # its run folder
+    OWN_LOOP: (".",),  # the run folder
     SHARD: (*TWO_STEPS, "--width=32", "--layers=1", "--batch-size=8"),
     CONVERTED: ("--epochs=1",),
     **dict.fromkeys(EXAMPLES, ()),
@@ -62,7 +62,7 @@ class RankLog:
 
     calls: list[str] = field(default_factory=list)
     devices: list[int] = field(default_factory=list)
-    lines: set[int] = field(default_factory=set)  # of the script, those that have run
+    lines: set[int] = field(default_factory=set)  # lines of the script that have run
     error: str = ""
     output: str = ""
 
@@ -101,7 +101,7 @@ class NoteGpus(TorchFunctionMode):
 
 
 def pretend_gpus(gpus: int, log: RankLog) -> None:
-    """From now on, this process sees that many GPUs, perhaps none."""
+    """Make this process see that many GPUs, perhaps none."""
     import prove.watch.pretend_gpus
 
     prove.watch.pretend_gpus.install(gpus)

@@ -21,7 +21,7 @@ def replayed_flags() -> tuple[str, ...]:
 
 
 def replayed_training(**options: Any) -> oracle.Training:
-    """The same, as the oracle is told. options: what is different."""
+    """Describe the short run to the oracle. options: what is different."""
     training = oracle.Training(
         batch=60, epochs=3, max_steps=14, seed=7, lr=0.02, momentum=0.9, data=few_digits()
     )

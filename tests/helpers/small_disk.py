@@ -14,7 +14,10 @@ CANNOT_MOUNT = "only root may mount a tmpfs, and not in every container"
 
 @contextmanager
 def small_disk() -> Iterator[Path | None]:
-    """Its folder, which all processes reach through /proc; None where nobody may mount it."""
+    """Mount a disk; yield its folder, which all processes reach through /proc.
+
+    Yields None where nobody may mount it.
+    """
     try:
         holder = subprocess.Popen(
             [*HOLD, MOUNT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -37,7 +40,7 @@ def can_mount() -> bool:
 
 
 def fill(folder: Path) -> None:
-    """To the last byte of the disk. To empty it again, delete the file."""
+    """Fill the disk to its last byte. To empty it again, delete the file."""
     with suppress(OSError), (folder / "ballast").open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))

@@ -18,7 +18,7 @@ from local_ranks.machine import patience
 from local_ranks.stage_files import NOT_COPIED
 
 NAMES = ("prove", "shm")
-KINDS = (".py", ".c", ".md", ".typed")  # of the files of a wheel
+KINDS = (".py", ".c", ".md", ".typed")  # kinds of files in a wheel
 SCRIPT = """
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ def environment(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
     python = make_environment(folder, "torch")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    for name in NAMES:  # of a copy, because a build writes beside its sources
+    for name in NAMES:  # build a copy, because a build writes beside its sources
         shutil.copytree(ROOT / "packages" / name, folder / name, ignore=NOT_COPIED)
         # Without isolation, pip builds with the setuptools that is here, and downloads nothing.
         wheel = ["wheel", "--no-deps", "--no-build-isolation", "-w", folder, folder / name]
@@ -131,7 +131,7 @@ def test_prove_judges_a_script_there_and_its_links_lead_to_a_page_that_came_alon
 def test_a_script_runs_over_shm_there(run):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     process = run("python", *launch, "-m", "shm", "train.py")
-    printed = re.findall("shm|gloo", process.stdout)  # of both ranks, whose lines may mix
+    printed = re.findall("shm|gloo", process.stdout)  # both ranks print, and their lines may mix
     assert (process.returncode, printed) == (0, ["shm", "shm"]), process.stderr
 
 

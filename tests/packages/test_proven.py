@@ -74,7 +74,7 @@ SINGLE, DDP = (f"{stage}/minimal.py" for stage in ("01_single_gpu", "04_ddp_torc
 def verdicts_against_the_original(
     folder: Path, *changes: tuple[str, str], samples: int = 5000
 ) -> dict[str, str]:
-    """Of the changed script. The original as a torchrun of one rank, which prove can fork."""
+    """Judge the changed script. The original is a torchrun of one rank, which prove can fork."""
     single, ddp = folder / "single.py", folder / "ddp.py"
     for file, script, changed_by in ((SINGLE, single, ()), (DDP, ddp, changes)):
         source = replace_once((ROOT / file).read_text(), *changed_by)

@@ -22,7 +22,7 @@ ROW = re.compile(r"^\| `(.+?)` \| `([\w.]+)` \| `(test_\w+)` \|$", re.M)  # line
 
 @dataclass(frozen=True)
 class BreakRow:
-    key: str  # of the stage
+    key: str  # names the stage
     change: Change  # the file and the line to leave out; or the file, the text, and the new text
     test: str  # it must fail then
 
@@ -38,7 +38,7 @@ def rows_of(key: str) -> list[BreakRow]:
     pages = [page for page in repository_pages.ALL_PAGES if page.is_relative_to(folder)]
     for page in sorted(pages, key=lambda page: (page != folder / "README.md", page)):
         beside = page.parent.relative_to(folder)  # a page names the files beside it
-        on_page: list[tuple[int, BreakRow]] = []  # with their places
+        on_page: list[tuple[int, BreakRow]] = []  # rows with their places
         for cells in ROW.finditer(page.read_text()):
             line, file, test = cells.groups()
             on_page.append((cells.start(), BreakRow(key, ((beside / file).as_posix(), line), test)))

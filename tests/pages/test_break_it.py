@@ -22,7 +22,7 @@ NUMBERS = {
     key: NUMBER.search((LESSON_FOLDERS[key] / "README.md").read_text())
     for key in ("01", "03", "04", "05")
 }
-SHARE = 0.02  # by which another CPU's number may differ from the page's
+SHARE = 0.02  # another CPU's number may differ so much from the page's
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.key} {row.change[1].strip()[:40]}")

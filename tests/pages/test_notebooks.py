@@ -30,7 +30,7 @@ def run_kernel(env, flags):
 
 
 def quick_kernel(command, env, **_):
-    """In place of Popen: the kernel and its ranks need not import torch again."""
+    """Stand in for Popen, so that the kernel and its ranks need not import torch again."""
     flags = command[command.index("-f") :]
     process = NEW_PROCESSES.context().Process(target=run_kernel, args=(env, flags))
     process.start()
@@ -45,7 +45,7 @@ QUICK_KERNEL = patch("jupyter_client.provisioning.local_provisioner.launch_kerne
 
 @pytest.mark.parametrize("path", execute.NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_again_and_shows_the_same(path):
-    """Its fresh measurements differ, each in a cell with that tag; all else is the same."""
+    """Fresh measurements differ, each in a cell with that tag; all else is the same."""
     notebook = execute.read(path)
     is_fresh = notebook.metadata[execute.STAMP] == execute.stamp()
     assert is_fresh, "it is older than what it shows: make notebooks"

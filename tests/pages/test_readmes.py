@@ -44,7 +44,7 @@ SCRIPT_CALL = re.compile(
 
 @cache
 def run(command: str, cwd: Path) -> str:
-    """Its output. A command that is shown twice, alone and with its output, runs once.
+    """Return a command's output. One that is shown twice, alone and with its output, runs once.
     The ranks of most launches are forked from here, with torchrun's variables: seconds faster."""
     program, pipe, filter_of_output = command.partition(" | ")
     if pipe and SCRIPT_CALL.fullmatch(program):
@@ -105,7 +105,7 @@ def test_every_diff_is_the_one_that_its_comment_names(fence):
 
 
 def test_the_first_lines_of_the_readme_are_what_changes_between_the_minimal_scripts():
-    """All of it but the docstring, what is only moved to the right, and the end."""
+    """They show the whole diff but the docstring, what is only moved to the right, and the end."""
     shown = TYPED[0].text.splitlines()
     assert len(TYPED) == 2
     pair = ("01_single_gpu/minimal.py", "04_ddp_torchrun/minimal.py")

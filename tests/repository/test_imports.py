@@ -16,7 +16,7 @@ from local_ranks.chapters import PROGRAMS, ROOT
 PACKAGES = ("packages/prove/src/prove", "packages/shm/src/shm")
 FOLDERS = (*PACKAGES, "common", "local_ranks", "benchmarks", "docs")
 
-ROOMS = {  # from which others each imports, as CONTRIBUTING.md says; tests import from all
+ROOMS = {  # the rooms that each imports from, as CONTRIBUTING.md says; tests import from all
     "course": set(),
     "packages": set(),
     "beyond": {"course", "packages"},
@@ -31,11 +31,11 @@ ROOM_OF_FOLDER = {
 }
 
 OBSERVE = "prove.watch.observe"
-Graph = dict[str, set[str]]  # of each module, those that it imports
+Graph = dict[str, set[str]]  # the modules that each module imports
 
 
 def sources_of(folder: str) -> dict[str, str]:
-    """By the names that their imports use: shm, shm.work."""
+    """Read a folder's sources, by the names that their imports use: shm, shm.work."""
     sources = {}
     for file in (ROOT / folder).rglob("*.py"):
         name = ".".join(file.relative_to((ROOT / folder).parent).with_suffix("").parts)
@@ -50,7 +50,7 @@ def imported(source: str, modules: Collection[str]) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:  # of a package, a module or what its __init__ has
+            for alias in node.names:  # from a package, a module or what its __init__ has
                 name = f"{node.module}.{alias.name}"
                 names.add(name if name in modules else str(node.module))
     return names.intersection(modules)
@@ -91,7 +91,7 @@ def source_of(path: Path) -> str:
 
 
 def rooms_imported(path: Path, source: str, rooms_of: dict[str, set[str]]) -> set[str]:
-    """From which other rooms this program imports."""
+    """Find the other rooms from which this program imports."""
     rooms: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []
@@ -204,7 +204,7 @@ ON_THE_PATH = ("notebooks", "docs/tools", "tests/*")  # besides packages and cha
 
 
 def names_of_several(paths: Collection[Path]) -> list[str]:
-    """By which names an import would find two of these, or one and a module of Python's."""
+    """Find names by which an import would find two of these, or one and a module of Python's."""
     names = Counter(path.stem for path in {what_is_imported(path) for path in paths})
     return sorted(n for n in names if names[n] > 1 or n in sys.stdlib_module_names)
 
@@ -226,7 +226,7 @@ def chapters_out_of_reach(path: Path, source: str) -> set[str]:
 
 
 def test_a_program_reaches_each_chapter_that_it_imports():
-    """Also where it is started by itself: in a test, all chapters are on the path already."""
+    """Programs may be started by themselves; in a test, all chapters are on the path already."""
     tools = [path for each in ("docs/tools", "tests/*") for path in ROOT.glob(f"{each}/*.py")]
     programs = [*PROGRAMS, *(path for path in tools if "\nif __name__ ==" in path.read_text())]
     assert [path for path in programs if chapters_out_of_reach(path, path.read_text())] == []

@@ -14,7 +14,7 @@ from local_ranks.chapters import ROOT
 from local_ranks.stage_files import different_functions, functions
 from repository_pages import PARENTS, TEST_FILES, lesson
 
-LIMITS = {  # of a script's lines, and of those that differ from its parent's, if it has one
+LIMITS = {  # most lines of a script, and of those that differ from its parent's, if it has one
     "01_single_gpu/train.py": (85, None),
     "02_data_parallel/train.py": (100, 35),
     "03_ddp_manual_allreduce/train.py": (130, 90),
@@ -117,7 +117,7 @@ def test_no_absolute_path_and_no_sys_path_in_what_readers_copy():
 
 
 def claims_without_a_test(claims: list[str], tests: str) -> list[str]:
-    """Those whose number stands in no name of a test, like test_c07_..., and in no docstring."""
+    """Find claims whose number stands in no test's name, like test_c07_..., and in no docstring."""
     nodes = [node for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.FunctionDef)]
     own = [node for node in nodes if node.name.startswith("test_")]
     texts = [f"{node.name} {ast.get_docstring(node) or ''}".lower() for node in own]

@@ -21,7 +21,7 @@ SECONDS = 120  # more than anything here takes
 
 
 def environment(**env: object) -> dict[str, str]:
-    """As in a shell of the reader: torchrun and python are those of this suite."""
+    """Make the environment of a reader's shell; torchrun and python are those of this suite."""
     env = {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": ROOT, **env}
     return os.environ | {name: str(value) for name, value in env.items()}
 

@@ -334,7 +334,7 @@ def test_what_only_rank_0_finds_ends_the_other_rank_too(key, tmp_path):
 
 @pytest.mark.parametrize("key", ["04", "05", SHARD])
 def test_a_rank_without_an_address_is_refused(key):
-    """As a script would start it that sets the numbers and forgets where the ranks meet."""
+    """A script that sets the numbers and forgets where the ranks meet would start such a rank."""
     variables = launcher_variables(0)
     del variables["MASTER_ADDR"], variables["MASTER_PORT"]
     assert_one_line(refusal(key, "--device=cpu", env=variables), START_WITH_TORCHRUN)

@@ -91,7 +91,7 @@ def test_c13_the_main_device_holds_more_unless_the_loss_of_large_outputs_is_insi
 
 @pytest.mark.parametrize("device_ids", [[0, 1], [1, 0], [3, 2, 5]])
 def test_c20_the_model_must_lie_on_the_first_of_device_ids_whichever_it_is(device_ids):
-    """Of torch's own class, on a machine that says it has GPUs, only the checks of forward run."""
+    """On a machine that just says it has GPUs, only the checks of torch's own forward run."""
     data_parallel = importlib.import_module("torch.nn.parallel.data_parallel")
     fakes = {"_get_available_device_type": lambda: "cuda", "_check_balance": lambda ids: None}
     with patch.multiple(data_parallel, **fakes):

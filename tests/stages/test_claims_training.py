@@ -35,7 +35,7 @@ def test_c04_for_small_steps_8_times_the_rate_on_8_batches_is_8_steps():
         assert unscaled > 0.8  # the control: an eighth of the way
     assert far[1e-4] < 0.02
     assert far[1e-3] / far[1e-4] == pytest.approx(10, rel=0.2)  # it goes with the rate
-    assert descend(0.2, 50, 1).abs().max() < 10  # and a rate that works
+    assert descend(0.2, 50, 1).abs().max() < 10  # a rate that works
     assert descend(8 * 0.2, 50, 1).abs().max() > 1e6  # may be too much 8 times
 
 

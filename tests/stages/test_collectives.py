@@ -140,7 +140,7 @@ RESTORES_SIGINT = "signal.signal(signal.SIGINT, signal.SIG_DFL)"
 
 
 def train(without=()) -> None:
-    """As after `&` in a script: SIGINT is ignored, by the processes that are spawned as well."""
+    """Train as after `&` in a script: SIGINT is ignored, by the spawned processes as well."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     flags = ("--epochs=100000", "--device=cpu", f"--data-dir={ROOT / 'data'}", "--run-dir=.")
     sys.argv = ["train.py", *flags]
@@ -208,6 +208,6 @@ def threads_when_a_rank_is_forked(folder: Path, main: Callable) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells of threads on Linux only")
 def test_ranks_of_a_test_are_forked_from_a_process_without_other_threads(tmp_path):
-    """Or else a rank waits forever for a lock that another thread held when it was forked."""
+    """Otherwise, a rank waits forever for a lock that another thread held when it was forked."""
     assert threads_when_a_rank_is_forked(tmp_path, fork_a_rank) == 1
     assert threads_when_a_rank_is_forked(tmp_path, fork_a_rank_beside_a_store) > 1, "the control"

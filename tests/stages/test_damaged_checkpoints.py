@@ -22,7 +22,7 @@ from local_ranks.train_stage import FP32, ONE_EPOCH, options, train_once
 
 ARGS = options(*ONE_EPOCH)
 DIGITS = load_dataset(ARGS)[0]
-NUMBER = 300  # of damages of each kind
+NUMBER = 300  # damages of each kind
 
 
 @cache
@@ -37,7 +37,7 @@ def state_of(content: bytes) -> dict:
 
 @cache
 def old_file() -> bytes:
-    """The same in the format before torch 1.6, which has no checksums."""
+    """Convert good_file() to the format before torch 1.6, which has no checksums."""
     file = io.BytesIO()
     torch.save(state_of(good_file()), file, _use_new_zipfile_serialization=False)
     return file.getvalue()
@@ -87,7 +87,7 @@ def test_a_damaged_file_loads_as_it_was_saved_or_is_refused(file, damage, tmp_pa
 
 
 def test_torch_itself_loads_a_flipped_bit_of_a_weight_and_a_stage_refuses_it(tmp_path):
-    """Its reader compares no checksums, which is why ours does."""
+    """The reader of torch compares no checksums, which is why ours does."""
     weight = state_of(good_file())["model"]["fc1.weight"]
     content = bytearray(good_file())
     content[content.index(weight.numpy().tobytes()) + 2] ^= 1

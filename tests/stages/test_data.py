@@ -49,7 +49,7 @@ def load_with_a_worker(rank: int, shm_size: str, limit: int) -> str:
         return str(error)
 
 
-CLONE_NEWNS = 0x20000  # of Linux: a mount namespace
+CLONE_NEWNS = 0x20000  # Linux: a mount namespace
 TIMED_OUT = "DataLoader timed out after 1 seconds"
 
 
@@ -107,7 +107,7 @@ def test_the_networks_are_those_of_the_pages_for_gray_and_color(dataset, channel
 
 
 class SlowDownload:
-    """In place of torchvision's data set: the download takes a second."""
+    """Stands in for torchvision's data set, with a download that takes a second."""
 
     data, targets = torch.zeros(1, 8, 8, dtype=torch.uint8), torch.zeros(1)
 

@@ -109,7 +109,7 @@ def test_threads_obey_no_grad_and_autocast_of_the_caller():
 def test_torchs_data_parallel_takes_a_gpu_for_each_replica_and_ours_shares_one(
     gpus, flags, wrapper, devices, monkeypatch
 ):
-    """With torch's queries patched: nothing has trained yet where the model is wrapped."""
+    """Patched queries are enough, because nothing has trained yet where the model is wrapped."""
     stage, data_parallel = load_stage("02"), Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)

@@ -32,7 +32,7 @@ from local_ranks.train_stage import (
     train_once,
 )
 
-RANKS = {"01": 1, "02": 1, "03": 2, "04": 2, "05": 2}  # of each stage
+RANKS = {"01": 1, "02": 1, "03": 2, "04": 2, "05": 2}  # ranks of each stage
 each_stage = pytest.mark.parametrize(("key", "ranks"), RANKS.items(), ids=RANKS)
 
 
@@ -191,7 +191,7 @@ def test_03_resumes_to_the_bit(without=()):
 
 
 def test_05_resumes_the_loss_scale(without=()):
-    """With few pictures, because a CPU computes fp16 slowly."""
+    """The pictures are few, because a CPU computes fp16 slowly."""
     pictures = random_pictures(scratch_folder())
     assert_resumes("05", 2, "--model=net-bn", *pictures, "--amp=fp16", without=without)
 
@@ -232,7 +232,7 @@ def test_a_resumed_run_has_its_own_metrics_and_the_learning_rate_of_its_call(tmp
 
 
 def test_after_a_crash_before_the_checkpoint_each_step_is_logged_once(tmp_path):
-    """Its log begins at step 6, because the run was resumed from another folder."""
+    """The log begins at step 6, because the run was resumed from another folder."""
     few = (*few_digits(), *ONE_EPOCH)  # an epoch has 5 steps
     path = train_once("01", 1, *few).folder / "checkpoint.pt"
     run = train("01", 1, *few, "--epochs=2", f"--resume={path}", folder=tmp_path)

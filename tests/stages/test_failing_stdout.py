@@ -36,7 +36,7 @@ runpy.run_path({script!r}, run_name="__main__")
 
 
 def train_two_epochs(key: str, run_dir: Path, *flags: str, broken: str = "") -> list:
-    """Of 5 steps each: the status of each rank, and what it says on stderr, or on both."""
+    """Train epochs of 5 steps; return each rank's status and what it says on stderr, or on both."""
     path, script = run_dir.parent / "script.py", ROOT / SCRIPTS[key]
     values = {"broken": broken, "folder": str(script.parent), "script": str(script)}
     path.write_text(BECOME_THE_STAGE.format(**values))
@@ -81,6 +81,6 @@ def test_a_run_whose_reader_leaves_has_saved_its_epoch_and_continues_after_it(ke
 
 
 def test_a_closed_stderr_is_no_traceback_either(tmp_path):
-    """As with `2>&1 | head -1`."""
+    """A pipe like `2>&1 | head -1` closes stderr, too."""
     both = BROKEN_STDOUT["closed"] + "os.dup2(1, 2)"
     assert train_two_epochs("01", tmp_path / "run", broken=both) == [(2, "")]

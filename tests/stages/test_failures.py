@@ -19,7 +19,7 @@ from local_ranks.machine import GLOO_TIMED_OUT, in_time
 from local_ranks.stage_files import output_of
 from repository_pages import fences
 
-LATE = "Timed out waiting 2000ms"  # of one rank; how the other ends is a matter of luck
+LATE = "Timed out waiting 2000ms"  # one rank says so; how the other ends is a matter of luck
 PRIOR = "Expected to have finished reduction in the prior iteration"
 INDICES = "indices which did not receive grad for rank 0: 2 3"
 CONVERT_ALL = "need to convert all torch.Tensor to DTensor"

@@ -107,7 +107,7 @@ def test_without_a_limit_it_is_all_that_the_gpu_has_whatever_is_free_now(monkeyp
 
 
 def test_c41_if_a_batch_of_1_does_not_fit_data_parallelism_cannot_help():
-    """And the control, with a little more memory: one sample fits."""
+    """The control has a little more memory, and one sample fits."""
     needed, _ = peak.rehearsed_peak(peak.Plan("net", 28, "adam"), 1)
     for limit, samples in ((needed - 2000, 0), (needed + 2000, 1)):
         flags = (f"--memory-limit={limit / MIB:.3f}MiB", "--optimizer=adam", "--batch-size=8")

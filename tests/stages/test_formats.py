@@ -18,7 +18,7 @@ from local_ranks.train_stage import train_once
 
 
 def test_what_the_machine_runs_and_has_units_for_is_told(capsys):
-    """Of a machine without a GPU, whose CPU has units for bf16 and refuses fp16."""
+    """The machine has no GPU, and its CPU has units for bf16 and refuses fp16."""
 
     def conv(x, *_):
         if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16:

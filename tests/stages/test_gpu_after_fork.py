@@ -45,7 +45,7 @@ CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 @pytest.fixture
 def pretend_gpus(tmp_path, monkeypatch):
-    """In each Python that is started afterwards, torch counts so many GPUs."""
+    """Make torch count so many GPUs in each Python that is started afterwards."""
     for name in (CHECK, "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path), prepend=os.pathsep)
@@ -76,7 +76,7 @@ def is_fork_spoiled() -> bool:
 
 
 def forks_spoiled_by_imports(modules: list[str]) -> list[str]:
-    """After which imports a fork is spoiled; modules that are not here are left out."""
+    """Find the imports after which a fork is spoiled; modules that are not here are left out."""
     sys.path.insert(0, str(ROOT))  # where a fork server begins
     spoiled = []
     for name in modules:
@@ -112,7 +112,7 @@ def asked(question: Callable[[], object]) -> bool:
 
 
 def forks_spoiled_by(questions: tuple[Callable[[], object], ...]) -> list[int]:
-    """For each question, which is asked in a process of its own, whether a fork is spoiled."""
+    """Ask each question in a process of its own; return for each whether a fork is spoiled."""
     return [status_of_fork(partial(asked, question)) for question in questions]
 
 
@@ -140,7 +140,7 @@ def how_it_ended(case: ElementTree.Element) -> str:
 
 
 def has_driver() -> bool:
-    """Of a GPU, as torch looks for it: what hides the GPUs does not hide it."""
+    """Is there a driver of a GPU, as torch looks for it? What hides the GPUs does not hide it."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

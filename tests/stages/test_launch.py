@@ -45,7 +45,7 @@ def test_whoever_starts_the_ranks_their_losses_are_the_same(key, ranks, processe
 
 
 def test_c01_c03_rank_variables_shows_what_nodes_of_unequal_size_are_given():
-    """As its page says of two real torchruns, which test_readmes.py starts. On the second node,
+    """The page says so of two real torchruns, which test_readmes.py starts. On the second node,
     rank % GPUs is another GPU."""
     command = "python 04_ddp_torchrun/launch/rank_variables.py --nodes 3 2"
     [shown] = [fence.text for fence in fences("text") if fence.command == command]

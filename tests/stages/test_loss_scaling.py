@@ -23,7 +23,7 @@ def test_c10_gradscaler_keeps_small_gradients_from_becoming_zero_in_fp16_and_bf1
     assert int(off[0]) > 5
     assert off[1:] == ["<1", "<1"]
     assert torch.tensor(2.0**-25).half() == 0
-    assert torch.tensor(2.0**-25 * 1.01).half() == 2.0**-24  # its smallest
+    assert torch.tensor(2.0**-25 * 1.01).half() == 2.0**-24  # the smallest of fp16
     assert torch.tensor(2.0**-125).bfloat16() == 2.0**-125
 
 

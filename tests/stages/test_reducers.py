@@ -38,7 +38,7 @@ class Mixed(nn.Module):
         self.decode.weight = self.encode.weight  # tied
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
         self.rare = nn.Linear(6, 6)  # used for some samples only
-        self.never = nn.Linear(6, 6)  # of no use
+        self.never = nn.Linear(6, 6)  # forward does not use it
         self.filters = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last)
         self.part = nn.Parameter(torch.randn(4, 9)[:, 2:8])  # with gaps
         self.single = nn.Parameter(torch.randn(6, dtype=torch.float32))
@@ -209,7 +209,7 @@ LENGTHS, DTYPES = (0, 1, 2, 3, 7, 64, 10_007), (torch.float64, torch.float16, to
 
 
 def numbers(length: int, rank: int) -> torch.Tensor:
-    return torch.arange(length).remainder(50) + rank  # their sums are exact in all dtypes
+    return torch.arange(length).remainder(50) + rank  # sums are exact in all dtypes
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])

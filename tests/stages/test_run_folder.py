@@ -65,7 +65,7 @@ def test_a_second_run_in_a_folder_is_refused_and_told_which_process_is_there(
 
 
 def test_a_run_that_was_killed_leaves_no_lock_although_its_loader_lives(other_run, tmp_path):
-    """And its unfinished files are deleted by the next one, which a resumed run may be."""
+    """The next run, which may be a resumed one, deletes the killed run's unfinished files."""
     process, loader = other_run
     (tmp_path / "run" / "checkpoint.17.tmp").touch()
     with pytest.raises(UsageError):  # the control
@@ -149,7 +149,7 @@ def log(tmp_path):
 
 @pytest.mark.parametrize("damage", [b"", b"{}\n\0\0\0"])
 def test_resuming_only_adds_to_a_log(damage, tmp_path, log):
-    """Also one that a crash has damaged."""
+    """The log may be one that a crash has damaged."""
     train("01", 1, *FIVE_STEPS, folder=tmp_path)
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(damage)
@@ -159,7 +159,7 @@ def test_resuming_only_adds_to_a_log(damage, tmp_path, log):
 
 
 def test_a_run_that_ends_before_it_saves_takes_nothing_from_the_log(tmp_path, log):
-    """From the checkpoint before, a loss of nan comes again; then the last one is resumed."""
+    """A run from the checkpoint before meets a loss of nan; then the last one is resumed."""
     flags = (*FIVE_STEPS, "--checkpoint-every-steps=3")
     train("survive", 1, *flags, **FP32, folder=tmp_path)
     assert log() == [1, 2, 3, 4, 5]

@@ -74,7 +74,7 @@ def layer_of(case):
 
 
 def batches_of(case, ranks):
-    """For each of three steps, the whole batch, and what the loss multiplies the output with."""
+    """Yield each of three steps' whole batch, and what the loss multiplies the output with."""
     generator = torch.Generator().manual_seed(5)
     shape = (2, sum(SIZES[ranks]), *case.sample)
     for _ in range(3):
@@ -119,8 +119,8 @@ def results_of_ranks(ranks):
 @pytest.mark.parametrize("name", LAYER_CASES)
 @pytest.mark.parametrize("ranks", SIZES)
 def test_sync_batchnorm_by_hand_computes_what_one_process_computes_on_the_whole_batch(ranks, name):
-    """In float64; of 16 bits in and out, within their rounding. Gradients of parameters are of the
-    local batch, as DDP wants them: it adds them up and divides by the ranks."""
+    """Both agree in float64, and with 16 bits in and out within their rounding. Gradients of
+    parameters are of the local batch, as DDP wants them: it adds them and divides by the ranks."""
     case, whole = LAYER_CASES[name], layer_of(LAYER_CASES[name])
     half, rounding = case.dtype != torch.float64, torch.finfo(case.dtype).eps
     near = {"rtol": 2 * rounding, "atol": 8 * rounding, "check_dtype": False} if half else CLOSE
@@ -182,7 +182,7 @@ def small_model():
 
 @on_ranks(2)
 def test_each_layer_sends_one_all_reduce_forward_and_one_backward(rank):
-    """Of two. In evaluation, no rank may wait: ranks may have unequal numbers of batches."""
+    """The model has two layers. In evaluation, no rank may wait: batch counts may be unequal."""
     sent, activities = [], [torch.profiler.ProfilerActivity.CPU]
 
     def watch(function, *args):
@@ -219,7 +219,7 @@ def test_convert_finds_every_layer_keeps_all_that_it_holds_and_leaves_the_rest()
 def test_convert_refuses_a_layer_that_does_more_than_batchnorm():
     """torch's own drops what it does more: https://github.com/pytorch/pytorch/issues/187298"""
 
-    class BatchNormAct(nn.BatchNorm2d):  # and an activation, as some libraries of models have it
+    class BatchNormAct(nn.BatchNorm2d):  # with an activation, as in some libraries of models
         def forward(self, x):
             return torch.relu(super().forward(x))
 
@@ -307,7 +307,7 @@ def test_05_layers_converted_after_wrapping_train_like_one_process(rank, without
 
 
 def test_c35_on_a_cpu_ddp_refuses_torchs_layers():
-    """And they refuse the CPU, even in a world of one: why SyncBatchNorm is written by hand."""
+    """torch's layers refuse the CPU even in a world of one, so SyncBatchNorm is written by hand."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(ValueError, match="expected input tensor to be on GPU"):

@@ -189,7 +189,7 @@ def test_slurm_runs_stops_and_restarts_both_job_scripts(slurm, tmp_path):
     output_as("PENDING", name)
     assert_none_is_left_with(tmp_path)
     step = steps_of(folder)
-    ask("scontrol", "update", f"JobId={jobs[name]}", "StartTime=now")  # or in two minutes
+    ask("scontrol", "update", f"JobId={jobs[name]}", "StartTime=now")  # else only in two minutes
     output = output_as("COMPLETED", name)
     assert output.count("stops after step") == 2
     assert f"checkpoint.pt: step {step}, saved by 2 ranks" in output
@@ -208,7 +208,7 @@ ENDED = "JobState=(COMPLETED|FAILED|CANCELLED|NODE_FAIL|TIMEOUT) "
 def test_srun_starts_a_script_for_torchrun_unchanged_and_each_rank_has_its_cpus(
     slurm, tmp_path, monkeypatch
 ):
-    """On uneven nodes. The control: a job that asks for no CPUs gets one for each of its tasks."""
+    """The nodes are uneven. The control: a job that asks for no CPUs gets one for each task."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     _, ask = slurm
     options = ("--parsable", f"--output={tmp_path}/%x", "--ntasks=3", "--nodes=2")

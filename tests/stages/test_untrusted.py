@@ -61,7 +61,7 @@ def test_the_store_asks_nobody_who_he_is():
 
 
 def test_torchrun_unpickles_what_it_finds_there(tmp_path):
-    """Its own reader, on a store of this process: what the state says is run."""
+    """The reader of torchrun, given a store of this process, runs what the state says."""
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend as c10d
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 

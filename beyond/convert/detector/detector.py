@@ -111,7 +111,7 @@ def train_epoch(model, batches, optimizer: SGD, scheduler, args: Namespace) -> f
         images = [image.to(args.device) for image, _ in batch]  # a list: they differ in size
         targets = [{key: x[key].to(args.device) for key in ("boxes", "labels")} for _, x in batch]
         with torch.autocast(args.device.type, torch.bfloat16, enabled=args.amp):
-            loss = sum(model(images, targets).values())  # of boxes and classes, per matched anchor
+            loss = sum(model(images, targets).values())  # boxes and classes, per matched anchor
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

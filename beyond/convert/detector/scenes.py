@@ -22,7 +22,7 @@ from torch import Tensor
 from torchvision.ops import box_iou
 
 PARTS = {"train": "train", "val": "t10k"}  # training and validation share no digit
-LARGEST_IOU = 0.1  # of two digits in one scene
+LARGEST_IOU = 0.1  # two digits in one scene may overlap so far
 EMPTY = 0.04  # share of the scenes that have no digit
 
 
@@ -47,7 +47,7 @@ def draw_scene(digits: Tensor, labels: Tensor, size: int, random: torch.Generato
         if len(objects) == wanted:
             break
         index = int(uniform(0, len(digits)))
-        edge = int(uniform(0.2, 0.4) * size)  # of the square that holds the digit, in pixels
+        edge = int(uniform(0.2, 0.4) * size)  # pixels of the square that holds the digit
         left, top = (int(uniform(0, size - edge + 1)) for _ in range(2))
         ink = F.interpolate(digits[index][None, None], size=edge, mode="bilinear")[0, 0]
         rows, columns = (ink.amax(dim=dim).gt(0.25).nonzero() for dim in (1, 0))

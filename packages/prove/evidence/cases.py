@@ -26,12 +26,12 @@ class Case:
 
     name: str
     script: str
-    verdict: str = RIGHT  # of the row `check`; with RIGHT, no row may be WRONG either
+    verdict: str = RIGHT  # what the row `check` says; with RIGHT, no row may be WRONG either
     check: str = ""  # "": any row
     command: tuple[str, ...] = (*TORCHRUN, "train.py")
-    options: tuple[str, ...] = ()  # of prove
+    options: tuple[str, ...] = ()  # options of prove
     cure: str = ""  # the script without its mistake, if prove is to judge that too
-    files: dict[str, str] = field(default_factory=dict)  # that lie beside it
+    files: dict[str, str] = field(default_factory=dict)  # files that lie beside the script
     hashes_differ: bool = False  # between the ranks, as with a real torchrun: it takes seconds
 
 
@@ -64,7 +64,7 @@ class Story:
     name: str
     set: str
     kind: str
-    report: str  # its address
+    report: str  # address of the report
     mistake: str
     puzzle: dict = field(default_factory=dict)  # what a reader who searches for it is told
 
@@ -87,13 +87,13 @@ def story(name: str) -> Story:
 
 
 def stories(*sets: str) -> list[Story]:
-    """Those of these sets by name: reported-50, reported-20, puzzles."""
+    """List the stories of these sets: reported-50, reported-20, puzzles."""
     names = sorted(folder.name for folder in MISTAKES_OF_OTHERS.iterdir())
     return [each for each in map(story, names) if each.set in sets]
 
 
 def story_case(story: Story) -> Case:
-    """As a user types it; a script that spawns its ranks is told how many."""
+    """Make a case of a script as a user calls it; one that spawns ranks is told how many."""
     script = story.script
     command = (*TORCHRUN, "train.py")
     if "mp.spawn(" in script:
@@ -117,21 +117,21 @@ def generated_case(seed: int, verdict: str = RIGHT, **changes: Any) -> Case:
 # Mistakes that are planted in five scripts that are right
 
 
-RANKS = (1, 2, 3)  # on which these five are judged as they are
+RANKS = (1, 2, 3)  # these five are judged on so many, as they are
 
 
 def right_script(name: str) -> str:
-    """One of those that mistakes are planted into."""
+    """Read one of the scripts that mistakes are planted into."""
     return (HERE / "planted" / f"{name}.py").read_text()
 
 
 def planted_mistakes() -> list[Mistake]:
-    """All of them, and what looks like a mistake and is none."""
+    """List all planted mistakes, and what looks like a mistake and is none."""
     return [*MISTAKES, *(each for check in CHECKS for each in check.planted), *HARMLESS]
 
 
 def planted_cases() -> dict[str, Case]:
-    """Each mistake in its script, and the scripts alone."""
+    """Make a case of each mistake in its script, and of each script alone."""
     patience = "--timeout=20"
     cases = []
     for mistake in planted_mistakes():

@@ -83,7 +83,7 @@ def kinds() -> dict[str, Kind]:
 
 
 def chosen(names: list[str], words: list[str]) -> list[str]:
-    """These names or seeds, such as 7 or 0-49; or else the names that have these words in them."""
+    """Choose these names or seeds, such as 7 or 0-49, or else the names that have these words."""
     wanted = set()
     for word in words:
         ends = re.fullmatch(r"(\d+)-(\d+)", word)

@@ -58,8 +58,8 @@ DATA_NAMES = (
 class Script:
     seed: int
     text: str
-    command: list[str]  # that starts two ranks; the script is called train.py
-    alone: str  # that starts one, where the command does not say how many it starts
+    command: list[str]  # starts two ranks; the script is called train.py
+    alone: str  # starts one rank, where the command does not say how many it starts
     pieces: dict[str, str]
 
 
@@ -81,12 +81,12 @@ def piece(name: str, choice: str) -> list[str]:
 
 
 def averaging_lines(kind: str) -> list[str]:
-    """After backward: p.grad becomes that of all ranks."""
+    """Write the lines after backward that turn p.grad into that of all ranks."""
     return piece("average", kind)
 
 
 def wrap_lines(kind: str, choose: Choices) -> list[str]:
-    """From `net` to `model`."""
+    """Write the lines that make `model` from `net`."""
     if kind == "DDP":
         options = "net", "net, find_unused_parameters=False", "net, broadcast_buffers=False"
         return [f"model = DDP({choose('DDP', *options)})"]
@@ -101,10 +101,10 @@ WITH_DDP = (
 # Where else the ranks may average: in step() of the script's own optimizer, in backward, or the weights.
 IN_STEP = ("in step", "owned in step", "orthogonal in step")
 ELSEWHERE = (*IN_STEP, "fused in backward", "weights after step")
-UPDATES = choices_of("update")  # by hand, with the gradients `grads`
+UPDATES = choices_of("update")  # updates by hand, with the gradients `grads`
 OPTIMIZERS = tuple(kind for kind in choices_of("optimizer") if kind not in UPDATES)
 NO_MOMENTUM = ("adamw, groups", "rmsprop", "ZeRO adam", "ZeRO sgd", "plain sgd", "adagrad", "own")
-OF_AUTOGRAD = ("autograd.grad", "torch.func")  # not of p.grad
+OF_AUTOGRAD = ("autograd.grad", "torch.func")  # these do not use p.grad
 COPIES = ("master.grad = p.grad", "p.data.copy_(master.data)")  # before and after the step
 EACH_STEP = ("cosine", "OneCycle", "warm-up")  # schedules; others step after an epoch
 
@@ -260,7 +260,7 @@ def gan_lines(plan: Plan, task: Task, fault: bool) -> list[str]:
 
 
 def forward_lines(plan: Plan, task: Task, fault: bool) -> list[str]:
-    """From an unpacked batch to `loss`."""
+    """Write the lines that compute `loss` from an unpacked batch."""
     summed = plan.averaging == "all_reduce, sum"
     times = "" if summed else " * world"
     forward = [line.replace(" * WORLD", times) for line in task.forward]
@@ -273,7 +273,7 @@ def forward_lines(plan: Plan, task: Task, fault: bool) -> list[str]:
 
 
 def step_lines(plan: Plan, task: Task, fault: bool) -> list[str]:
-    """From an unpacked batch to the next weights."""
+    """Write the lines that lead from an unpacked batch to the next weights."""
     if task.gan:
         return gan_lines(plan, task, fault)
     forward = forward_lines(plan, task, fault)
@@ -314,7 +314,7 @@ def backward_line(plan: Plan) -> str:
 
 
 def update_lines(plan: Plan, task: Task) -> list[str]:
-    """From p.grad of this rank to the next weights."""
+    """Write the lines that lead from p.grad of this rank to the next weights."""
     update, scaler = averaging_lines(plan.averaging), "scaler" in plan.precision
     if plan.clip != "none":
         update += (["scaler.unscale_(optimizer)"] if scaler else []) + piece("clip", plan.clip)
@@ -393,7 +393,7 @@ def evaluation_lines(plan: Plan, task: Task) -> list[str]:
 @dataclass
 class Parts:
     prelude: list[str]
-    setup: list[str]  # after rank and world are known
+    setup: list[str]  # lines after rank and world are known
     epoch: list[str]  # one epoch of training, which ends with mean_loss
     evaluate: list[str]
     after_epoch: list[str]

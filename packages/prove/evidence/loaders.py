@@ -39,7 +39,7 @@ class Style(NamedTuple):
     name: str
     batch: str  # the local batch size, by the name `world`
     says_who: bool  # the sampler is told rank and number of ranks, and does not ask
-    values: dict[str, str]  # of holes that are the same on all ranks
+    values: dict[str, str]  # values of holes that are the same on all ranks
 
     def texts(self, field: str) -> list[str]:
         of_field = [cell for cell in cells("loaders") if cell.name == field]

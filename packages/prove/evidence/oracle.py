@@ -12,7 +12,7 @@ from generate import Script, generate
 from judge import Counted
 from traces import RANKS, FailedError, Start, Trace, distance, traces
 
-LIMIT = 1e-7  # of the way from the first weights to the last: rounding, after up to 12 steps
+LIMIT = 1e-7  # relative to the weights' way from first to last: rounding, after up to 12 steps
 DIFFERS = 1e-4  # what is more than rounding
 DIVERGED = "the ranks end with different weights"
 
@@ -28,7 +28,7 @@ def weights_of_one_process(seed: int) -> Trace:
 
 
 def weights_of_ranks(script: Script) -> Trace:
-    """Those of rank 0. Raises FailedError also if another rank ends with other weights."""
+    """Return the trace of rank 0. Raises FailedError also if the weights of ranks differ."""
     first, *others = traces_of(script, RANKS)
     for other in others:
         if not distance(replace(first, last=first.last[: len(other.last)]), other) <= LIMIT:
@@ -42,7 +42,7 @@ def printed_numbers(trace: Trace) -> list[float]:
 
 
 def same_numbers(numbers: list[float], others: list[float]) -> bool:
-    """As printed with four digits after the point."""
+    """Are these equal as printed, with four digits after the point?"""
     pairs = list(zip(numbers, others, strict=False))
     return len(numbers) == len(others) and all(abs(own - other) < 2e-4 for own, other in pairs)
 

@@ -91,7 +91,7 @@ ROWS: dict[str, tuple[Callable[[Pair], int], int]] = {  # and of how many runs f
 
 
 def counts_table(first: dict, now: dict) -> list[str]:
-    """Of the cases that are in this first count."""
+    """Compare the first count with the present one, over the cases of the first."""
     counts = {f"before: {len(first['cases'])} pairs": first, "now": now}
     titles = [f"{name} ({of['date']}, `{of['commit']}`)" for name, of in counts.items()]
     lines = [f"| prove | {' | '.join(titles)} |", "|---" * (1 + len(titles)) + "|"]

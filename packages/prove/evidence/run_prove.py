@@ -24,7 +24,7 @@ import torch.utils.data
 
 from cases import PROOF, RIGHT, TORCHRUN, WARNING, WRONG
 
-SECONDS = 600  # that one proof may take
+SECONDS = 600  # one proof may take so long
 fork: Any = multiprocessing.get_context("fork")
 Item = TypeVar("Item")
 
@@ -35,7 +35,7 @@ class Answer:
 
     status: int | None
     rows: dict[str, list[str]] = field(default_factory=dict)  # the checks of each verdict
-    evidence: dict[str, str] = field(default_factory=dict)  # of the checks that are not right
+    evidence: dict[str, str] = field(default_factory=dict)  # for checks that are not right
     error: str = ""  # why there are no rows
     seconds: float = 0.0
     printed: str = ""
@@ -123,7 +123,7 @@ def _prove(
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     if not hashes_differ:
         os.environ["PYTHONHASHSEED"] = "0"
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # of these descriptors, and no others
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # to these descriptors, and no others
     for number, file in enumerate((Path(os.devnull), *outputs)):
         os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
     sys.argv = ["prove", *arguments]

@@ -41,8 +41,8 @@ class Choices:
 @dataclass
 class Task:
     build: list[str]  # makes `net`
-    forward: list[str]  # from the unpacked batch to `loss`
-    unpack: list[str]  # of `batch`
+    forward: list[str]  # lines from the unpacked batch to `loss`
+    unpack: list[str]  # lines that unpack `batch`
     count: str  # a number of the local batch: a loss divided by it is a mistake
     prelude: list[str] = field(default_factory=list)  # classes and functions
     collate: str = ""
@@ -50,16 +50,16 @@ class Task:
     after_step: list[str] = field(default_factory=list)
     logged: str = "loss.detach()"
     evaluate: list[str] = field(default_factory=list)  # `value` of `n` test samples
-    tensors: str = ""  # of the data set, if its samples are nothing but rows of them
+    tensors: str = ""  # the data set's tensors, if its samples are nothing but rows of them
     draws: bool = False
     batchnorm: bool = False
     own_state: bool = False  # outside of the model: a teacher, a queue
     frozen: bool = False
     fixed_batch: bool = False  # the batches must not vary
-    divides: bool = False  # by a number of all ranks, so WORLD is used
-    generators: list[str] = field(default_factory=list)  # that are made before the loop
+    divides: bool = False  # forward divides by a number of all ranks, so WORLD is used
+    generators: list[str] = field(default_factory=list)  # generators that are made before the loop
     gan: bool = False  # two models and two optimizers
-    layout: str = ""  # of a parameter ("complex") or its gradient ("sparse"), if not all know it
+    layout: str = ""  # a parameter's ("complex") or its gradient's ("sparse"), if not all know it
     functional: bool = False  # torch.func may differentiate it
 
 

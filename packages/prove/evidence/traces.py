@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 RANKS = 2
-SECONDS = 120  # that the ranks of a script get
+SECONDS = 120  # time that the ranks of a script get
 fork: Any = multiprocessing.get_context("fork")
 
 
@@ -52,7 +52,7 @@ class Trace:
     weights: list[Tensor] = field(default_factory=list)  # after each optimizer step, as one vector
     draws: list[str] = field(default_factory=list)  # then, a digest of the random numbers' state
     samples: list[str] = field(default_factory=list)  # a digest of each that DDP trained with
-    result: Any = None  # of main(), if the script is not run as a program
+    result: Any = None  # what main() returns, if the script is not run as a program
     printed: str = ""
     drew: bool = False  # some rows were replaced
 
@@ -100,7 +100,7 @@ class DrawsByRow:
         return torch.stack(parts, 1).flatten(0, 1)
 
     def by_row(self, original: Any) -> Any:
-        """Of torch.randn or torch.rand: the same, but drawn here."""
+        """Replace torch.randn or torch.rand with a function that draws by row."""
 
         def drawn(*size: Any, **options: Any) -> Tensor:
             if is_common(options):
@@ -156,7 +156,7 @@ def dropout2d(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = 
 
 
 def normalize_by_rank() -> None:
-    """In one process; running statistics are those of rank 0."""
+    """Normalize each rank's rows apart, in one process; running statistics are those of rank 0."""
     original = nn.functional.batch_norm
 
     def batch_norm(x: Tensor, mean: Any, var: Any, *rest: Any, **more: Any) -> Tensor:
@@ -229,7 +229,7 @@ class Start:
     """How the ranks of a script begin."""
 
     world: int
-    arguments: tuple[str, ...] = ()  # of the script
+    arguments: tuple[str, ...] = ()  # arguments of the script
     by_row: bool = False
     in_float64: bool = True
     seed: int = 0  # is added to those that the script sets
@@ -237,8 +237,8 @@ class Start:
 
 
 def run_rank(rank: int, folder: Path, start: Start) -> None:
-    """In a process of its own; leaves a trace, or a log without one."""
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # of these descriptors, and no others
+    """Run a rank in a process of its own, which leaves a trace, or a log without one."""
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # to these descriptors, and no others
     log = os.open(folder / f"log_{rank}", os.O_CREAT | os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)

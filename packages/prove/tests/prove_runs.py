@@ -39,7 +39,7 @@ def call(function: Callable, *args: Any) -> Any:
 
 
 def _prove(folder: Path, texts: Path, env: dict[str, str], arguments: tuple[str, ...]) -> None:
-    # For loaders, as in a rank of torchrun; else each rank would have a fork server of its own.
+    # Loaders start as in a rank of torchrun; else each rank would have its own fork server.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     os.chdir(folder)
     os.environ.update(env)

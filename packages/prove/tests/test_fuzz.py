@@ -58,7 +58,7 @@ def test_the_same_scripts_with_a_local_divisor_are_called_wrong():
 
 
 def test_the_scripts_are_right_and_no_longer_so_with_a_local_divisor():
-    """Their weights after all steps are those of one process, and prove has no part in this."""
+    """The weights after all steps are those of one process, and prove has no part in this."""
     for case in count("oracle", SEEDS).values():
         assert case["outcome"] == "right", case
         assert case["apart"] < oracle.LIMIT < oracle.DIFFERS < case["apart with a fault"]
@@ -119,7 +119,7 @@ train_set, dealt = Numbers(), []
 
 
 def dealt_samples(rank: int, style: str, workers: str, folder: Path) -> list[list[int]]:
-    """By epoch, the samples that this rank gets from its loader."""
+    """List the samples that this rank gets from its loader in each epoch."""
     task = Task([], [], [], "", tensors="train_set.x, train_set.y")
     own = loaders.loader(OneStyle(style, workers), task, "GLOBAL_BATCH // world", False, True)
     body = [*own.index, "dealt[-1] += batch[0].tolist()"]

@@ -147,7 +147,7 @@ def test_sync_batchnorm_and_seeds_of_gpus_work_on_cpus(prove_script):
 
 
 def test_no_rank_is_forked_from_a_process_that_has_asked_cuda(prove_script):
-    """In no run of the controls: a GPU would refuse that rank. The control asserts otherwise."""
+    """A GPU would refuse such a rank, in prove's controls too. The control asserts otherwise."""
     sums = planted(("F.cross_entropy(ddp(points), labels)", "ddp(points).square().sum()"))
     for no, status in (("not", 1), ("", 2)):
         can_start = f"import torch\nassert {no} torch.cuda._is_in_bad_fork()\n"

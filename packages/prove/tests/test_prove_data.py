@@ -98,7 +98,7 @@ def test_a_batch_that_only_rank_0_looks_at_is_no_batch_of_the_others(prove_scrip
 
 
 class Batch(UserDict):
-    """As transformers' BatchEncoding: no dict, and read by attribute."""
+    """Resembles transformers' BatchEncoding, which is no dict and is read by attribute."""
 
     x = property(lambda self: self["x"])
 
@@ -132,8 +132,8 @@ def test_batches_of_a_class_of_the_script_are_replayed_from_all_ranks(prove_scri
 
 
 def test_an_evaluation_that_prove_itself_cuts_is_not_said_to_stop_early(prove_script):
-    """Its gradients are switched off in each batch only, so it looks like training at first. The
-    control: a script that stops by itself."""
+    """Gradients are switched off in each batch only, so evaluation looks like training at first.
+    The control: a script that stops by itself."""
     loop = "for points, labels in DataLoader(shard, batch_size=8):\n"
     cut = "for points, labels in DataLoader(shard, batch_size=2, shuffle=True):\n"
     stops = (loop, cut + "        if totals[2] == 4: break\n")
@@ -143,7 +143,7 @@ def test_an_evaluation_that_prove_itself_cuts_is_not_said_to_stop_early(prove_sc
         assert verdict(ended, "evaluation") == expected, ended.stdout + ended.stderr
 
 
-SYNC_BATCHNORM = (  # and as many samples on each rank, or the layers of one would wait
+SYNC_BATCHNORM = (  # all ranks have equally many samples, or the layers of one would wait
     ("CLASSES = 96, 33", "CLASSES = 96, 32"),
     ("nn.ReLU(), nn.Dropout(0.1)", "nn.BatchNorm1d(16), nn.ReLU()"),
     ("DDP(build_model())", "DDP(nn.SyncBatchNorm.convert_sync_batchnorm(build_model()))"),
@@ -346,7 +346,7 @@ def test_workers_with_one_seed_are_named_if_they_draw(prove_script):
 
 
 def test_labels_that_are_numbered_by_each_rank_are_another_data_set(prove_script):
-    """As it happens by hash(), or by the order of a set. The control: one order."""
+    """Ranks differ in hash(), and in the order of a set. The control: labels in one order."""
     rows = "[(x, (i + {shift}) % 3, str(i)) for i, x in enumerate(torch.randn(32, 5, 8))]"
     source = training_of("DistributedDataParallel(nn.Linear(8, 8))")
     source = source.replace("for x in Data", "for x, label, _ in Data")

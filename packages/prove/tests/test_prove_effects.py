@@ -194,8 +194,9 @@ def line_of(words: str, source: str) -> str:
 
 
 def test_ranks_that_wait_for_each_other_are_named_with_their_lines(prove_script):
-    """Both receive first; and DDP sends buffers where one rank evaluates. The controls: a ring in
-    which the ranks call in another order, and an evaluation by all ranks."""
+    """In one script, both ranks receive first; in the other, DDP sends buffers where one rank
+    evaluates. The controls: a ring in which the ranks call in another order, and an evaluation by
+    all ranks."""
     ring = training_of(LINEAR).replace(LAST_LINE, LAST_LINE + RING)
     stuck = ring.replace("1 if rank % 2 == 0 else -1", "-1")
     ended = prove_script(stuck, "--timeout=3")
@@ -271,7 +272,7 @@ def test_ranks_that_part_are_no_script_that_fails_by_itself(prove_script):
     assert ended.returncode == 1
     ended = prove_script(source.replace("CONDITION", "epoch == 0"))  # the control: all ranks
     assert verdict(ended, "collectives") == "right", ended.stdout + ended.stderr
-    ended = prove_script(source.replace("CONDITION", "1 / dist.get_rank()"))  # and an own mistake
+    ended = prove_script(source.replace("CONDITION", "1 / dist.get_rank()"))  # its own mistake
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "ZeroDivisionError" in ended.stderr
 

@@ -90,7 +90,7 @@ def test_if_nothing_can_be_judged_one_line_says_why(source, message, prove_scrip
 
 
 def test_a_rank_that_cannot_be_watched_says_why(tmp_path):
-    environment = {"OMP_NUM_THREADS": "1"}  # and no PROVE, which install() reads
+    environment = {"OMP_NUM_THREADS": "1"}  # without PROVE, which install() reads
     log = tmp_path / "log"
     rank = forked.Process(target=processes.become_rank, args=(["train.py"], environment, log))
     rank.start()

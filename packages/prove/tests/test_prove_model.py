@@ -125,7 +125,7 @@ def test_what_is_evaluated_logged_and_decided_by_is_compared(prove_script):
 
 
 def test_hooks_below_the_gradients_stay_where_the_script_has_put_them(prove_script):
-    """On the nodes that add to p.grad, which a change of dtype makes anew. The control: no hook."""
+    """Hooks sit on nodes that add to p.grad, which a new dtype makes anew. The control: no hook."""
     source = training_of("nn.Linear(8, 8)").replace("model(x)", "model(x.to(model.weight.dtype))")
     begins = "torch.manual_seed(dist.get_rank())\n"
     hooks = """

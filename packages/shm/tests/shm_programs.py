@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shm.segment
 
 Op = dist.ReduceOp
-PATIENCE = timedelta(seconds=10)  # of a rank that waits for what must happen meanwhile
+PATIENCE = timedelta(seconds=10)  # a rank waits so long for what must happen meanwhile
 
 
 def note(name: str) -> tuple[dist.Store, str]:

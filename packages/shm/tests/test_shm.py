@@ -56,7 +56,7 @@ def collectives_that_differ(rank, ranks):
         try:
             theirs = collect(name, gloo, x.clone(), op, root, rank, ranks)
         except RuntimeError as error:
-            if str(error) == "Backend gloo does not support alltoall":  # of torch 2.11
+            if str(error) == "Backend gloo does not support alltoall":  # torch 2.11 says so
                 continue
             raise
         ours = collect(name, over_shm, x.clone(), op, root, rank, ranks)

@@ -331,7 +331,7 @@ def test_a_message_that_was_cut_off_is_not_completed_with_the_next_one():
 # Calls that do not belong together
 
 
-CALLS = {  # by their text in an error: name, op and root for `collect`
+CALLS = {  # name, op and root for `collect`, by the call's text in an error
     "all_reduce(3 of torch.float32, SUM)": ("all_reduce", Op.SUM, 0),
     "all_reduce(3 of torch.float32, MAX)": ("all_reduce", Op.MAX, 0),
     "broadcast(3 of torch.float32, root 0)": ("broadcast", Op.SUM, 0),

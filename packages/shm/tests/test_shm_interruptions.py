@@ -29,7 +29,7 @@ from shm_ranks import patience, run_on_ranks
 
 FOLDER = str(Path(shm.__file__).parent)
 LIMIT = timedelta(seconds=patience(30))
-EACH, SOME = 1, 7  # of the instructions
+EACH, SOME = 1, 7  # test each instruction, or every seventh
 
 
 @contextmanager
