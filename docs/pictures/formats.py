@@ -73,7 +73,7 @@ class Choice(Enum):
 
 
 def choices_of_autocast() -> list[tuple[str, Choice]]:
-    """For each layer of net-bn, and the loss."""
+    """Ask autocast what it chooses for each layer of net-bn, and for the loss."""
     choices = [("images", Choice.NEITHER)]
     model = Net(channels=1, image_size=28, classes=10, batch_norm=True)
 

@@ -154,7 +154,7 @@ def covered(parts: Sequence[Part]) -> float:
 
 
 def table(step: Step) -> str:
-    """For a terminal: on what each rank, replica or process spends how many milliseconds."""
+    """Say for a terminal how many milliseconds each rank, replica or process spends on what."""
     rows: list[list[str]] = []
     parts: list[Part] = []
     for lane in reversed(lanes(step)):  # the messages of a rank stand below it
