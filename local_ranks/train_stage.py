@@ -62,7 +62,15 @@ def few_digits() -> tuple[str, ...]:
 
 
 def load_stage(key: str, without: tuple[Change, ...] = ()) -> types.ModuleType:
-    """A stage's train.py as a module, with the given lines of the stage's files left out."""
+    """A stage's train.py as a module, with the given lines of the stage's files left out.
+
+    Then its other modules are imported anew, because one of them may have imported what is changed.
+    """
+    if without:
+        folder = f"{LESSON_FOLDERS[key]}/"
+        for name, module in [*sys.modules.items()]:
+            if (getattr(module, "__file__", None) or "").startswith(folder):
+                del sys.modules[name]
     files = dict.fromkeys([*(file for file, *_ in without), "train.py"])
     return [fresh_module(LESSON_FOLDERS[key] / file, without, register=True) for file in files][-1]
 

@@ -95,7 +95,7 @@ def test_a_run_that_another_stage_began_is_at_its_place_in_the_schedule():
     flags = ("--model=net-bn", "--epochs=3", "--lr-decay=cosine", "--warmup-epochs=0.5")
     flags += ("--batch-size=60", f"--resume={first.folder / 'checkpoint.pt'}", "--max-steps=40")
     expected = [0.02 * math.cos(math.pi * (n - 12.5) / 125) ** 2 for n in range(25, 53)]
-    line = "rates = schedule.learning_rates(args, epoch, len(loader))[progress.epoch_step :]"
+    line = "rates = learning_rates(args, epoch, len(loader))[progress.epoch_step :]"
     counted = ("train.py", line, line.replace("epoch,", "progress.step // len(loader),"))
     for without in ((), (counted,)):  # the control: 12 steps of 120 are half an epoch of 25
         run = train("survive", 1, *flags, **FP32, without=without)

@@ -4,6 +4,7 @@ The oracle is one float64 process that trains on the whole batch. The ring has t
 """
 
 from functools import cache
+from importlib import import_module
 from itertools import product
 from unittest import mock
 
@@ -28,7 +29,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 
 def new_reducer(name, model):
-    return reducers.REDUCERS[name](model)
+    return import_module("reducers").REDUCERS[name](model)  # the changed one, if there is one
 
 
 class Mixed(nn.Module):
