@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn import Parameter
 
 from common.options import UsageError
-from gradients import broadcast_model, fill_missing_gradients, views_of, write_divided_gradient
 from ring import ring_all_reduce
+from shared import broadcast_model, fill_missing_gradients, views_of, write_divided_gradient
 
 
 class PerParameter:

@@ -16,7 +16,7 @@ from benchmarks.variants import VARIANTS, command_of
 from common.options import UsageError
 from local_ranks.chapters import ROOT
 from prove.processes import hook_variables
-from prove.watch.effects import COLLECTIVES
+from prove.watch.process_io import COLLECTIVES
 
 WARM_UP = 5  # steps that are not compared
 RANKS, GLOBAL_BATCH = 2, 120

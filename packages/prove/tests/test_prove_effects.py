@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from prove.judge import printed_numbers
 from prove.rank_record import Mode, Settings
-from prove.watch import effects
+from prove.watch import process_io
 from prove.watch.rank_run import RankRun
 from prove_cases import planted, training_of
 from prove_runs import SECONDS, TORCHRUN, call, patience, run, verdict
@@ -138,9 +138,9 @@ def collectives_seen(folder, names, watched_names):
     """Which calls are recorded, if the collectives of these names are in prove's table."""
     for name in names:  # planted: an older torch lacks the newest names
         setattr(dist, name, lambda: None)
-    effects.COLLECTIVES = watched_names
+    process_io.COLLECTIVES = watched_names
     run_of_rank = RankRun(Settings(str(folder), Mode.OBSERVE, False, True, 1, 0, 1))
-    effects.install(run_of_rank)
+    process_io.install(run_of_rank)
     run_of_rank.joined = True
     for name in names:
         getattr(dist, name)()
@@ -152,7 +152,7 @@ def test_collectives_are_seen_by_their_old_and_new_names(left_out, tmp_path):
     """The control: a name that is not in the table."""
     names = ["all_gather_into_tensor", "all_gather_single", "reduce_scatter_single"]
     names += ["gather_single", "gather_into_tensor"]
-    watched = [name for name in effects.COLLECTIVES if name != left_out]
+    watched = [name for name in process_io.COLLECTIVES if name != left_out]
     seen = call(collectives_seen, tmp_path, names, watched)
     assert seen == [name for name in names if name != left_out]
 

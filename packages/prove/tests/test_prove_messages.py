@@ -12,7 +12,7 @@ from prove.checks import SENTENCES, order_of_an_epoch
 from prove.judge import ends, replay_checks, table, wording
 from prove.judge.reasons import Phrase
 from prove.judge.replay_reasons import ReplayReason
-from prove.rank_record import Ended, RankRecord, RunOutcome, ScriptError
+from prove.rank_record import Ended, RaisedError, RankRecord, RunOutcome
 from prove_cases import PACKAGE, planted, training_of
 from prove_runs import SECONDS, TORCHRUN, forked, run, verdict
 
@@ -155,7 +155,7 @@ def test_the_error_of_a_rank_is_told_and_not_that_of_its_launcher():
 
 
 def test_a_rank_that_loses_one_which_we_have_ended_has_no_error_of_its_own():
-    lost = ScriptError("RuntimeError", "Connection closed by peer", "train.py:9", 0.0)
+    lost = RaisedError("RuntimeError", "Connection closed by peer", "train.py:9", 0.0)
     for ended, is_ours in ((Ended.WHEN_SEEN, True), (Ended.AT_ITS_END, False)):
         records = [RankRecord(0, ended=ended), RankRecord(1, ended=Ended.WITH_ERROR, error=lost)]
         outcome = ends.without_our_ends(RunOutcome(1, "", False, False, records, 1.0))
@@ -164,7 +164,7 @@ def test_a_rank_that_loses_one_which_we_have_ended_has_no_error_of_its_own():
 
 def test_a_replay_that_fails_is_told_what_fits_its_error():
     def reason(kind: str, message: str, in_float64: bool = True) -> ReplayReason:
-        return replay_checks.reason_of_failure(ScriptError(kind, message, "?", 0.0), in_float64)
+        return replay_checks.reason_of_failure(RaisedError(kind, message, "?", 0.0), in_float64)
 
     for kind, message in (
         ("RuntimeError", "The size of tensor a (64) must match the size of tensor b (32)"),

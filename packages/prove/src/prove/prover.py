@@ -35,7 +35,7 @@ from prove.rank_record import (
     RunOutcome,
 )
 from prove.runs import Runs, command_of_one_rank, failed
-from prove.watch.effects import restore_files
+from prove.watch.process_io import restore_files
 
 
 class Prover:

@@ -324,7 +324,7 @@ class ModelCall(NamedTuple):
     batch_size: int | None
 
 
-class ScriptError(NamedTuple):
+class RaisedError(NamedTuple):
     """The error with which a script has ended on one rank."""
 
     kind: str
@@ -404,7 +404,7 @@ class RankRecord:
     world_size: int = 1
     pid: int = 0
     ended: Ended = Ended.NOT_YET
-    error: ScriptError | None = None
+    error: RaisedError | None = None
     progress: RankProgress = field(default_factory=RankProgress)
     step_count: int = 0  # by all optimizers together
     loader_passes: list[LoaderPass] = field(default_factory=list)

@@ -21,7 +21,7 @@ from prove.rank_record import (
     RunOutcome,
     Settings,
 )
-from prove.watch.effects import restore_files
+from prove.watch.process_io import restore_files
 
 NUMBER_OF_RANKS = (
     r"(--nproc[-_]per[-_]node[= ])\S+",

@@ -14,7 +14,7 @@ from prove.checks.mistake import amp, plain
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import WARNING, WRONG, ReportRow, right, warning, wrong
 from prove.rank_record import Mode
-from prove.watch.effects import copy_of
+from prove.watch.process_io import copy_of
 from prove.watch.rank_run import RankRun, where
 
 NAME = "files"

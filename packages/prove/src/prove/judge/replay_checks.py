@@ -10,7 +10,7 @@ from prove.judge.replay_reasons import ReplayReason
 from prove.judge.steps import differing_statistic
 from prove.judge.table import ProofRow, ReportRow, right, warning
 from prove.judge.wording import phrase
-from prove.rank_record import DataFinding, Finding, RankRecord, ScriptError
+from prove.rank_record import DataFinding, Finding, RaisedError, RankRecord
 
 DRAWS_OF_SHARES = {"numpy.beta", "numpy.dirichlet", "_sample_dirichlet"}  # nobody branches on these
 FLOAT64 = ("torch.float64", "torch.complex128")
@@ -228,7 +228,7 @@ def smallest_batchnorm(record: RankRecord) -> int:
     return min(record.batchnorm.values(), default=0)
 
 
-def reason_of_failure(error: ScriptError, in_float64: bool) -> Reason:
+def reason_of_failure(error: RaisedError, in_float64: bool) -> Reason:
     """Which advice fits? torch and numpy have no types for these errors, only words."""
     text = error.message.lower()
     if error.kind in ("RuntimeError", "TypeError") and re.search(OTHER_DTYPE, text):

@@ -14,12 +14,12 @@ from prove.checks import CHECKS
 from prove.rank_record import Ended, Mode, Settings, read_records
 from prove.watch import (
     data,
-    effects,
     feeder,
     float64,
     loss,
     model,
     operations,
+    process_io,
     random_numbers,
     schedule,
     sources,
@@ -50,8 +50,8 @@ def install() -> RankRun:
 
         pretend_gpus.install(settings.gpus)
     if settings.mode == Mode.BARE:
-        effects.watch_groups(run)
-        effects.watch_files(run)
+        process_io.watch_groups(run)
+        process_io.watch_files(run)
     else:
         if settings.float64:
             float64.install()
@@ -62,7 +62,7 @@ def install() -> RankRun:
         loss.install(run, model_watcher)
         data.install(run, model_watcher)
         schedule.install(run)
-        effects.install(run)
+        process_io.install(run)
         for check in CHECKS:
             if check.watch:
                 check.watch(run)

@@ -28,8 +28,8 @@ from prove.rank_record import (
     Flag,
     LoaderPass,
     Mode,
+    RaisedError,
     RankRecord,
-    ScriptError,
     Settings,
     end_process,
     gradients_file,
@@ -237,5 +237,5 @@ class RankRun:
             self.end_early()  # the script asked for more batches than we give
         frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_file(f.filename)]
         at = f"{os.path.relpath(frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
-        self.record.error = ScriptError(type(error).__name__, str(error)[:500], at, time.time())
+        self.record.error = RaisedError(type(error).__name__, str(error)[:500], at, time.time())
         self.write(Ended.WITH_ERROR)
