@@ -266,9 +266,8 @@ def test_what_has_become_of_the_mean_is_told_from_what_each_rank_computed():
             for own in local
         ]
         record = RankRecord(flags=dict.fromkeys(flags, "train.py:8"))
-        seen = Seen(RunOutcome(0, "", False, False, [record], 1.0), [])
+        seen = Seen(RunOutcome(0, "", False, False, [record], 1.0))
         seen.steps = [StepOfRanks(OptimizerRecord("?", False), 1, steps, 0.0)]
-        seen.judged.add("weights")
         [row] = averaged_gradients.judge(seen)
         assert "{" not in row.evidence
         return row.reason

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prove import processes
-from prove.checks import CHECKS, judge_in_order
+from prove.checks import CHECKS, rows_of_phase, zero_gradients
 from prove.checks.base import Phase, Seen
 from prove.controls import Controls
 from prove.errors import NotJudgedError
@@ -63,10 +63,9 @@ class Prover:
         if outcome.hang:
             return
         if failed(outcome) or not records:
-            seen = Seen(outcome, [])
-            judge_in_order(Phase.ANY_RUN, seen)
-            judge_in_order(Phase.ALL_RECORDS, seen)
-            if not any(row.verdict == WRONG for row in seen.rows):
+            seen = Seen(outcome)
+            rows = rows_of_phase(Phase.ANY_RUN, seen) + rows_of_phase(Phase.ALL_RECORDS, seen)
+            if not any(row.verdict == WRONG for row in rows):
                 error = error_of(outcome)
                 needs_gpu = not self.args.cpu and ("NVIDIA" in error or "CUDA" in error)
                 advice = "; --cpu runs it without a GPU for each rank" if needs_gpu else ""
@@ -80,13 +79,13 @@ class Prover:
         self.runs.observe()
         self.check_that_something_was_seen()
         observed, records, rows = self.observed, self.observed.records, self.rows
-        seen = Seen(observed, rows)
-        judge_in_order(Phase.ANY_RUN, seen)
+        seen = Seen(observed)
+        rows += rows_of_phase(Phase.ANY_RUN, seen)
         if any(record.world_size > len(records) for record in records):
             facts = {"present": len(records), "world_size": records[0].world_size}
             rows.append(not_seen(ProofRow.RANKS, ReplayReason.RECORDS_MISSING, **facts))
             return
-        judge_in_order(Phase.ALL_RECORDS, seen)
+        rows += rows_of_phase(Phase.ALL_RECORDS, seen)
         if observed.hang:
             rows.append(not_seen(ProofRow.ONE_RANK, ReplayReason.RUN_HANGS))
             return
@@ -101,9 +100,9 @@ class Prover:
             rows.append(not_seen(ProofRow.ONE_RANK, why, batches=batches, places=places))
             return
         seen.outcome = self.runs.observed = replace(observed, records=steps_of_all_ranks(records))
-        judge_in_order(Phase.STEPS, seen)
-        if seen.trains_one_model():
-            judge_in_order(Phase.ONE_MODEL, seen)
+        rows += rows_of_phase(Phase.STEPS, seen)
+        if trains_one_model(seen):
+            rows += rows_of_phase(Phase.ONE_MODEL, seen)
         rows += self.one_rank_rows(rows)
         if any(row.check == ProofRow.ONE_RANK and row.verdict == RIGHT for row in rows):
             moot = {reason for check in CHECKS for reason in check.moot_if_proven}
@@ -180,6 +179,13 @@ class Prover:
             return printed_numbers.printed_rows(replayed)
         control = self.runs.run_all_ranks(variant)
         return printed_numbers.printed_rows(replayed, control.records)
+
+
+def trains_one_model(seen: Seen) -> bool:
+    """Do all ranks train one model, which each of them holds as a whole?"""
+    if len(seen.records) == 1 or seen.rows_of(zero_gradients.CHECK):
+        return False
+    return not seen.model_is_divided()
 
 
 def steps_of_all_ranks(records: list[RankRecord]) -> list[RankRecord]:

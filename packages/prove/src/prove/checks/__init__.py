@@ -1,6 +1,7 @@
-"""The checks, in the order in which they judge the run of all ranks.
+"""The checks, in the order of their rows in the table.
 
-A new check: a module here, and its name in this list. What it needs is in base.py.
+A new check: a module here, and its name in this list. What it needs is in base.py. A check that
+depends on what another one says imports this one and asks for it: see Seen.rows_of.
 """
 
 from prove.checks import (
@@ -36,6 +37,7 @@ from prove.checks import (
 from prove.checks.base import Check, Phase, Seen
 from prove.judge.reasons import Reason
 from prove.judge.replay_reasons import ReplayReason
+from prove.judge.table import ReportRow
 
 CHECKS: tuple[Check, ...] = (
     unused_parameters.STOPPED,
@@ -72,12 +74,9 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def judge_in_order(stage: Phase, seen: Seen) -> None:
-    """Let all checks of a stage add their rows to the table."""
-    for check in CHECKS:
-        if check.stage == stage:
-            seen.rows += check.judge(seen)
-            seen.judged.add(check.name)
+def rows_of_phase(phase: Phase, seen: Seen) -> list[ReportRow]:
+    """What all checks of a phase say."""
+    return [row for check in CHECKS if check.phase == phase for row in seen.rows_of(check)]
 
 
 def by_name(reasons: list[Reason]) -> dict[str, Reason]:

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 
+from prove.checks import weights
 from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import AVERAGE, NO_DDP, STEP, accumulate, own_step, plain
 from prove.checks.weights import WAS_FROZEN, WRAP_AGAIN, unfrozen_parameters
-from prove.checks.zero_grad import steps_with_old_gradients
 from prove.judge.reasons import Heading, Reason
-from prove.judge.steps import TINY, StepOfRanks, parameter_names
+from prove.judge.steps import TINY, StepOfRanks, parameter_names, steps_with_old_gradients
 from prove.judge.table import RIGHT, WARNING, WRONG, ReportRow, not_seen, right, warning, wrong
 from prove.rank_record import Flag
 
@@ -76,7 +76,7 @@ class Says(Reason):
 def judge(seen: Seen) -> list[ReportRow]:
     if row := row_of_apart(seen) or row_of_lost_imaginary(seen):
         return [row]
-    if steps_with_old_gradients(seen):
+    if steps_with_old_gradients(seen.steps):
         return []  # zero_grad.py says so
     if row := next((row for step in seen.steps if (row := row_of_some_ranks(step))), None):
         return [row]
@@ -99,7 +99,7 @@ def judge(seen: Seen) -> list[ReportRow]:
 
 def row_of_apart(seen: Seen) -> ReportRow | None:
     """Judge gradients that differ between ranks; None if the steps or the weights do not."""
-    verdicts = seen.verdicts("weights")
+    verdicts = seen.verdicts(weights.CHECK)
     differing = [step for step in seen.steps if parameters_apart(step)]
     if not differing or verdicts == [RIGHT]:
         return None
@@ -155,11 +155,10 @@ def row_of_some_ranks(step: StepOfRanks) -> ReportRow | None:
     averaged, norms = torch.tensor(
         [[each.averaged, each.norm] for each in known], dtype=torch.float64
     ).unbind(1)
-    weights = torch.linalg.lstsq(local, averaged[:, None]).solution.squeeze(1)
-    if bool(((local @ weights - averaged).abs() > limit * norms).any()):
+    shares = torch.linalg.lstsq(local, averaged[:, None]).solution.squeeze(1)
+    if bool(((local @ shares - averaged).abs() > limit * norms).any()):
         return None
-    shares = [float(weight) for weight in weights]
-    return warning(NAME, Says.WEIGHTED_SUM, shares=shares, **facts)
+    return warning(NAME, Says.WEIGHTED_SUM, shares=shares.tolist(), **facts)
 
 
 class Averaged(NamedTuple):

@@ -1,6 +1,6 @@
 """What is a check? Its sentences, what it watches beside the script, and how it judges.
 
-A module of this folder holds all of one check and ends with its CHECK; __init__.py has their order.
+A module of this folder holds all of one check, has the name of its row, and ends with its CHECK.
 """
 
 from collections.abc import Callable
@@ -27,12 +27,11 @@ class Phase(IntEnum):
 
 
 class Seen:
-    """The run of all ranks, as a check sees it when it is its turn."""
+    """The run of all ranks, and what the checks say of it."""
 
-    def __init__(self, outcome: RunOutcome, rows: list[ReportRow]) -> None:
-        """rows: of the table, to which each check adds its own."""
-        self.outcome, self.rows = outcome, rows
-        self.judged: set[str] = set()  # the names of the checks before this one
+    def __init__(self, outcome: RunOutcome) -> None:
+        self.outcome = outcome
+        self.judged: dict[Check, list[ReportRow]] = {}
 
     @property
     def records(self) -> list[RankRecord]:
@@ -56,17 +55,14 @@ class Seen:
         tensors = [{len(of_rank.weights_before) for of_rank in step.steps} for step in self.steps]
         return model_is_divided(self.records) or any(len(counts) > 1 for counts in tensors)
 
-    def trains_one_model(self) -> bool:
-        """Do all ranks train one model, which each of them holds as a whole?"""
-        if len(self.records) == 1 or self.verdicts("zero gradients"):
-            return False
-        return not self.model_is_divided()
-
-    def verdicts(self, check: str) -> list[str]:
-        """What an earlier check has said. LookupError: there is none of this name."""
+    def rows_of(self, check: "Check") -> list[ReportRow]:
+        """What a check says: each judges once, when the table or another check first asks."""
         if check not in self.judged:
-            raise LookupError(f"{check} is no check before this one: see the order of the checks")
-        return [row.verdict for row in self.rows if row.check == check]
+            self.judged[check] = check.judge(self)
+        return self.judged[check]
+
+    def verdicts(self, check: "Check") -> list[str]:
+        return [row.verdict for row in self.rows_of(check)]
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class Check:
     name: str  # as the table prints it
     says: type[Reason]
     judge: Callable[[Seen], list[ReportRow]]
-    stage: Phase
+    phase: Phase
     watch: Callable[[RankRun], None] | None = None  # runs in each rank, beside the script
     moot_if_proven: frozenset[Reason] = frozenset()  # not said if one rank computes the same
     planted: tuple[Mistake, ...] = ()  # the check must find them, or not call them WRONG

@@ -1,5 +1,6 @@
 """Do all ranks end, or evaluate, with the same buffers, such as BatchNorm's running statistics?"""
 
+from prove.checks import weights
 from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import amp
 from prove.judge.reasons import Heading, Reason
@@ -46,7 +47,7 @@ def judge(seen: Seen) -> list[ReportRow]:
 
 def judge_outside_ddp(seen: Seen) -> list[ReportRow]:
     """Compare buffers of modules that train nothing, such as running means of observations."""
-    if {*seen.verdicts("weights")} - {RIGHT}:
+    if {*seen.verdicts(weights.CHECK)} - {RIGHT}:
         return []
     for module in seen.records[0].buffers_outside_ddp:
         _, apart = names_apart([rank.buffers_outside_ddp.get(module, {}) for rank in seen.records])

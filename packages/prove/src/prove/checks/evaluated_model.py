@@ -3,6 +3,7 @@
 Where the weights differ that are trained, the ranks may just evaluate those.
 """
 
+from prove.checks import weights
 from prove.checks.base import Check, Phase, Seen
 from prove.judge.reasons import Heading, Reason
 from prove.judge.steps import names_apart
@@ -30,7 +31,7 @@ class Says(Reason):
 
 
 def judge(seen: Seen) -> list[ReportRow]:
-    if {*seen.verdicts("weights")} - {RIGHT}:
+    if {*seen.verdicts(weights.CHECK)} - {RIGHT}:
         return []
     alike = []
     for ranks_modules in evaluated_by_all(seen.records):

@@ -1,5 +1,6 @@
 """Do the training forwards go through DDP, so that it hears of their backwards?"""
 
+from prove.checks import weights
 from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import LOSS, plain
 from prove.judge.reasons import Heading, Reason
@@ -24,7 +25,7 @@ class Says(Reason):
 def judge(seen: Seen) -> list[ReportRow]:
     """Forwards around DDP do no harm where the weights are the same on all ranks."""
     rows, first = [], seen.records[0]
-    weights_differ = any(verdict != RIGHT for verdict in seen.verdicts("weights"))
+    weights_differ = any(verdict != RIGHT for verdict in seen.verdicts(weights.CHECK))
     for ddp in first.ddps:
         if ddp.forwards_around and weights_differ:
             facts = {

@@ -5,6 +5,7 @@ What moves is compared, whoever has moved it: an optimizer, or the script itself
 
 from typing import NamedTuple
 
+from prove.checks import zero_gradients
 from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import AVERAGE, LOSS, NO_DDP, STEP, amp, own_step, plain
 from prove.judge.reasons import Heading, Reason
@@ -44,7 +45,7 @@ class Says(Reason):
 
 
 def judge(seen: Seen) -> list[ReportRow]:
-    if len(seen.records) == 1 or seen.verdicts("zero gradients"):
+    if len(seen.records) == 1 or seen.rows_of(zero_gradients.CHECK):
         return []
     if seen.model_is_divided():
         return [not_seen(NAME, Says.MODEL_IS_DIVIDED)]

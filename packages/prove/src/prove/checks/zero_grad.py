@@ -1,9 +1,10 @@
 """Does each step begin without the gradients of the step before?"""
 
+from prove.checks import averaged_gradients
 from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import plain
 from prove.judge.reasons import Heading, Reason
-from prove.judge.steps import StepOfRanks
+from prove.judge.steps import steps_with_old_gradients
 from prove.judge.table import WRONG, ReportRow, wrong
 
 NAME = "zero_grad"
@@ -19,20 +20,10 @@ class Says(Reason):
 
 def judge(seen: Seen) -> list[ReportRow]:
     """Where averaged_gradients.py has a row, that tells more."""
-    kept = steps_with_old_gradients(seen)
-    if not kept or seen.verdicts("averaged gradients"):
+    kept = steps_with_old_gradients(seen.steps)
+    if not kept or seen.rows_of(averaged_gradients.CHECK):
         return []
     return [wrong(NAME, Says.GRADIENTS_KEPT, steps=len(kept), step=kept[0].number, at=kept[0].at)]
-
-
-def steps_with_old_gradients(seen: Seen) -> list[StepOfRanks]:
-    """The steps with an old gradient on all ranks, if there are several."""
-    old = [
-        step
-        for step in seen.steps
-        if step.number > 1 and all(of_rank.has_old_gradient for of_rank in step.steps)
-    ]
-    return old if len(old) > 1 else []
 
 
 PLANTED = (

@@ -64,6 +64,16 @@ def steps_of(records: list[RankRecord]) -> list[StepOfRanks]:
     return steps
 
 
+def steps_with_old_gradients(steps: list[StepOfRanks]) -> list[StepOfRanks]:
+    """The steps with an old gradient on all ranks, if there are several."""
+    old = [
+        step
+        for step in steps
+        if step.number > 1 and all(of_rank.has_old_gradient for of_rank in step.steps)
+    ]
+    return old if len(old) > 1 else []
+
+
 def model_is_divided(records: list[RankRecord]) -> bool:
     return not records[0].flags.keys().isdisjoint({Flag.HAS_GROUPS, Flag.MODEL_IS_DIVIDED})
 
