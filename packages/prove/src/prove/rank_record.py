@@ -203,7 +203,6 @@ class LoaderPass:
     accumulates: bool = False  # several of its batches make one step
     batches_per_step: int = 0  # batches up to its first step; 0: not known
     contents: list[list[int]] = field(default_factory=list)  # checksums of samples, by batch
-    inputs: list[list[int]] = field(default_factory=list)  # checksums of their first tensors only
     labels: list[int] = field(default_factory=list)  # checksums of all else in them; 0: nothing
     sizes: list[int] = field(default_factory=list)  # how many samples each batch has
     batches_listed: int | None = None  # how many the sampler has listed
@@ -283,8 +282,6 @@ class DDPRecord:
     unfrozen: list[str] = field(default_factory=list)  # keys of those that no DDP averages
     not_in_last_step: list[str] = field(default_factory=list)  # those that got no gradient in it
     without_gradient: list[str] = field(default_factory=list)
-    buffers_at_evaluation: dict[str, Projection] = field(default_factory=dict)
-    buffers_at_end: dict[str, Projection] = field(default_factory=dict)
 
 
 class PrintedText(NamedTuple):
@@ -386,16 +383,6 @@ class Statistic(NamedTuple):
         return f"{self.name} {self.at} {self.number}"
 
 
-class EvaluatedModule(NamedTuple):
-    """What a module held that the script called in eval mode or without gradients, after a step."""
-
-    name: str  # Sequential called at train.py:47
-    steps_before: int
-    is_trained: bool  # an optimizer holds its parameters: only its buffers are written down
-    tensors: dict[str, Projection]
-    buffers: list[str]  # the names of those that are buffers
-
-
 @dataclass
 class RankRecord:
     """What one rank writes down about itself."""
@@ -408,7 +395,6 @@ class RankRecord:
     progress: RankProgress = field(default_factory=RankProgress)
     step_count: int = 0  # by all optimizers together
     loader_passes: list[LoaderPass] = field(default_factory=list)
-    unused_loaders: dict[int, str] = field(default_factory=dict)  # by number: where it was made
     optimizers: list[OptimizerRecord] = field(default_factory=list)
     ddps: list[DDPRecord] = field(default_factory=list)
     model_calls: list[ModelCall] = field(default_factory=list)
@@ -434,14 +420,12 @@ class RankRecord:
     # By optimizer of the replaying rank: parameters of another shape than those observed.
     other_shapes: dict[int, list[tuple]] = field(default_factory=dict)
     schedules: list[ScheduleRecord] = field(default_factory=list)  # in the order of first steps
-    evaluated: list[EvaluatedModule] = field(default_factory=list)
     # By number of steps made: all parameters of the modules that are trained, by their keys, as
     # they were when the script first called one of these modules then, and at the end of the run.
     weights: dict[int, dict[str, Projection]] = field(default_factory=dict)
     not_comparable: list[str] = field(default_factory=list)  # kinds of parameters or gradients
     data: dict[DataFinding, list[tuple[int, str]]] = field(default_factory=dict)  # step and place
     statistics: list[Statistic] = field(default_factory=list)
-    buffers_outside_ddp: dict[str, dict[str, Projection]] = field(default_factory=dict)
     parts: dict[type, Any] = field(default_factory=dict)  # what one check alone writes down
 
     def part(self, kind: type[Part]) -> Part:

@@ -1,5 +1,9 @@
 """Do all ranks end, or evaluate, with the same buffers, such as BatchNorm's running statistics?"""
 
+from dataclasses import dataclass, field
+
+from torch import nn
+
 from prove.checks import weights
 from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import amp
@@ -7,6 +11,9 @@ from prove.judge.reasons import Heading, Reason
 from prove.judge.steps import names_apart
 from prove.judge.table import RIGHT, WARNING, ReportRow, right, warning
 from prove.judge.wording import phrase
+from prove.rank_record import Projection
+from prove.watch.model_tensors import is_divided, project_buffers
+from prove.watch.rank_run import RankRun
 
 NAME = "buffers"
 
@@ -27,16 +34,52 @@ class Says(Reason):
     BUFFERS_ALIKE = "the same on all ranks at {when}"
 
 
+@dataclass
+class Buffers:
+    """The buffers of one rank: those of each DDP model by its number, the others by module."""
+
+    at_evaluation: dict[int, dict[str, Projection]] = field(default_factory=dict)
+    at_end: dict[int, dict[str, Projection]] = field(default_factory=dict)
+    outside_ddp: dict[str, dict[str, Projection]] = field(default_factory=dict)
+
+
+def watch(run: RankRun) -> None:
+    buffers = run.record.part(Buffers)
+
+    def note_evaluation(number: int) -> None:
+        model, known = run.models.ddps[number].module, buffers.at_evaluation.get(number)
+        if not model.training and run.record.step_count and not known:
+            buffers.at_evaluation[number] = project_buffers(model)
+
+    def note_call(module: nn.Module, ddp: int | None) -> None:
+        """DDP itself first sends rank 0's buffers: they are noted when its forward is over."""
+        if ddp is not None and module is not run.models.ddps[ddp]:
+            note_evaluation(ddp)
+
+    def note_end() -> None:
+        for number, ddp in enumerate(run.models.ddps):
+            buffers.at_end[number] = project_buffers(ddp.module)
+        if run.replaying or not run.record.step_count:
+            return
+        for name, module in run.models.root_modules().items():
+            if run.models.number_of_ddp(module) is None and not is_divided(module):
+                buffers.outside_ddp[name] = project_buffers(module)
+
+    run.events.module_calls.append(note_call)
+    run.events.ddp_forwards.append(note_evaluation)
+    run.at_end.append(note_end)
+
+
 def judge(seen: Seen) -> list[ReportRow]:
-    rows = []
-    for ddps in zip(*(rank.ddps for rank in seen.records), strict=False):
-        evaluated = all(ddp.buffers_at_evaluation for ddp in ddps)
-        if not evaluated and any(ddp.buffers_at_evaluation for ddp in ddps):
+    rows, by_rank = [], [rank.part(Buffers) for rank in seen.records]
+    for number in range(min(len(own.at_end) for own in by_rank)):
+        at_evaluation = [own.at_evaluation.get(number, {}) for own in by_rank]
+        evaluated = all(at_evaluation)
+        if not evaluated and any(at_evaluation):
             continue  # only some ranks evaluate, with their own: as good as those of any rank
         when = phrase("evaluation" if evaluated else "the end")
-        common, apart = names_apart(
-            [ddp.buffers_at_evaluation or ddp.buffers_at_end for ddp in ddps]
-        )
+        at_end = [own.at_end[number] for own in by_rank]
+        common, apart = names_apart(at_evaluation if evaluated else at_end)
         if apart:
             facts = {"apart": len(apart), "buffers": len(common), "names": apart, "when": when}
             rows.append(warning(NAME, Says.BUFFERS_DIFFER, **facts))
@@ -49,8 +92,9 @@ def judge_outside_ddp(seen: Seen) -> list[ReportRow]:
     """Compare buffers of modules that train nothing, such as running means of observations."""
     if {*seen.verdicts(weights.CHECK)} - {RIGHT}:
         return []
-    for module in seen.records[0].buffers_outside_ddp:
-        _, apart = names_apart([rank.buffers_outside_ddp.get(module, {}) for rank in seen.records])
+    by_rank = [rank.part(Buffers).outside_ddp for rank in seen.records]
+    for module in by_rank[0]:
+        _, apart = names_apart([own.get(module, {}) for own in by_rank])
         if apart:
             return [warning(NAME, Says.BUFFERS_OUTSIDE_DDP, module=module, names=apart)]
     return []
@@ -62,5 +106,5 @@ PLANTED = (
         ("            dist.broadcast(buffer, src=0)\n", "            pass\n"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, watch, planted=PLANTED)
 OUTSIDE_DDP = Check(NAME, Says, judge_outside_ddp, Phase.ONE_MODEL)

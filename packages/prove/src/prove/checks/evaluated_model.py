@@ -3,14 +3,24 @@
 Where the weights differ that are trained, the ranks may just evaluate those.
 """
 
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
 from prove.checks import weights
 from prove.checks.base import Check, Phase, Seen
 from prove.judge.reasons import Heading, Reason
 from prove.judge.steps import names_apart
 from prove.judge.table import RIGHT, ReportRow, right, warning
-from prove.rank_record import EvaluatedModule, RankRecord
+from prove.rank_record import Projection, RankRecord
+from prove.watch.model_tensors import is_divided, project, without_wrappers
+from prove.watch.rank_run import RankRun, where
 
 NAME = "evaluated model"
+MOST_EVALUATED = 32  # more are not written down
 
 
 class Says(Reason):
@@ -28,6 +38,57 @@ class Says(Reason):
         Heading.BUFFERS,
     )
     EVALUATED_MODELS_ALIKE = "{modules}: the same on all ranks"
+
+
+class EvaluatedModule(NamedTuple):
+    """What a module held that the script called in eval mode or without gradients, after a step.
+
+    Where an optimizer holds its parameters, this is only its buffers.
+    """
+
+    name: str  # Sequential called at train.py:47
+    steps_before: int
+    tensors: dict[str, Projection]
+    buffers: list[str]  # the names of those that are buffers
+
+
+@dataclass
+class EvaluatedModules:
+    """The modules of one rank that were called untrained: averaged models, teachers."""
+
+    held: list[EvaluatedModule] = field(default_factory=list)
+
+
+def watch(run: RankRun) -> None:
+    evaluated = run.record.part(EvaluatedModules).held
+    # By module: its name, and after how many steps it was last written down.
+    noted: WeakKeyDictionary[nn.Module, tuple[str, int]] = WeakKeyDictionary()
+
+    def note(module: nn.Module, ddp: int | None) -> None:
+        """Note it after step 1, 2, 4, ..., because a copy may be the same until it is updated."""
+        steps = run.record.step_count
+        if not steps or (module.training and torch.is_grad_enabled()):
+            return
+        name, last = noted.get(module, (f"{type(module).__name__} called at {where()}", 0))
+        if steps < 2 * last or len(evaluated) >= MOST_EVALUATED:
+            return
+        if isinstance(module, nn.parallel.DistributedDataParallel) or is_divided(module):
+            return
+        noted[module] = (name, steps)
+        held = run.models.steps.held_parameters()
+        is_trained = any(id(p) in held for p in module.parameters())
+        parameters = {} if is_trained else dict(module.named_parameters())
+        buffers = {} if ddp is not None or module.training else dict(module.named_buffers())
+        tensors = {
+            without_wrappers(name): project(tensor)
+            for name, tensor in (parameters | buffers).items()
+            if tensor.numel()
+        }
+        if tensors:
+            names = [*map(without_wrappers, buffers)]
+            evaluated.append(EvaluatedModule(name, steps, tensors, names))
+
+    run.events.module_calls.append(note)
 
 
 def judge(seen: Seen) -> list[ReportRow]:
@@ -55,7 +116,7 @@ def evaluated_by_all(records: list[RankRecord]) -> list[list[EvaluatedModule]]:
     by_place: list[dict[tuple, list[EvaluatedModule]]] = []
     for rank in records:
         own: dict[tuple, list[EvaluatedModule]] = {}
-        for module in rank.evaluated:
+        for module in rank.part(EvaluatedModules).held:
             own.setdefault((module.name, module.steps_before), []).append(module)
         by_place.append(own)
     return [
@@ -65,4 +126,4 @@ def evaluated_by_all(records: list[RankRecord]) -> list[list[EvaluatedModule]]:
     ]
 
 
-CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL)
+CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, watch)

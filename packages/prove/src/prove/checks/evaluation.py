@@ -1,6 +1,7 @@
 """Does the evaluation count each sample once, over all ranks together?"""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import plain
@@ -9,6 +10,7 @@ from prove.judge.loader_passes import NEARLY_ALL, same_dataset, sample_count
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import RIGHT, WARNING, ReportRow, not_seen, right, warning
 from prove.rank_record import EVALUATION_FACTOR, MOST_COLLECTIVES, Flag, LoaderPass, RankRecord
+from prove.watch.rank_run import RankRun
 
 NAME = "evaluation"
 
@@ -66,6 +68,35 @@ class Says(Reason):
     )
 
 
+@dataclass
+class UnreadData:
+    """The data sets of one rank that have loaders, and that none of these has read."""
+
+    places: list[str] = field(default_factory=list)  # where these loaders were made
+
+
+def watch(run: RankRun) -> None:
+    unread = run.record.part(UnreadData)
+    made: list[tuple[Any, str]] = []  # the data set of each loader, and where the loader was made
+    read: list[Any] = []
+
+    def note() -> None:
+        unread.places = [at for dataset, at in made if not any(dataset is other for other in read)]
+
+    def note_made(loader: Any, at: str) -> None:
+        made.append((loader.dataset, at))
+        note()
+
+    def note_read(loader: Any) -> None:
+        """Whichever loader reads a data set, it is read: Accelerate makes another loader."""
+        if not any(loader.dataset is other for other in read):
+            read.append(loader.dataset)
+            note()
+
+    run.events.loaders_made.append(note_made)
+    run.events.loaders_read.append(note_read)
+
+
 def judge(seen: Seen) -> list[ReportRow]:
     """A row for each reason, with all places that have it."""
     records = seen.records
@@ -79,7 +110,7 @@ def judge(seen: Seen) -> list[ReportRow]:
         for key, loader_pass in first.items():
             datasets.setdefault(key, []).append(loader_pass)
     if not datasets:
-        places = [at for rank in records for at in rank.unused_loaders.values()]
+        places = [at for rank in records for at in rank.part(UnreadData).places]
         places = list(dict.fromkeys(places))
         return [not_seen(NAME, Says.NO_EVALUATION, places=places)] if places else []
     of_one_rank_each = all(len(passes) == 1 for passes in datasets.values())
@@ -276,4 +307,4 @@ PLANTED = (
         ),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ALL_RECORDS, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Phase.ALL_RECORDS, watch, planted=PLANTED)

@@ -177,7 +177,6 @@ class Collated(NamedTuple):
     batch: Any
     file: str | None  # that holds its samples
     checksums: list[int]  # one for each sample
-    inputs: list[int]  # one for the first tensor of each sample
     drew: bool = True  # a worker has drawn random numbers, or may have
     labels: list[int] | None = None  # one for what each sample holds beside its first tensor
 
@@ -193,7 +192,7 @@ class RecordingCollate:
 
     def __call__(self, data: Any) -> Collated:
         if type(data) is not list:  # a data set with __getitems__ may give anything
-            return Collated(self.collate(data), None, [], [])
+            return Collated(self.collate(data), None, [])
         try:
             frozen = freeze(list(data))
             file = f"{self.folder}/samples.{os.getpid()}.{next(sample_files)}"
@@ -201,10 +200,9 @@ class RecordingCollate:
         except Exception:  # whatever a sample raises when it is pickled
             file = None
         checksums = [checksum(sample) for sample in data]
-        inputs = [checksum(first) for first in map(first_tensor, data)]
         labels = [checksum(parts) if (parts := labels_of(sample)) else 0 for sample in data]
         batch = self.collate(data)
-        return Collated(batch, file, checksums, inputs, random_state.worker_drew(), labels)
+        return Collated(batch, file, checksums, random_state.worker_drew(), labels)
 
 
 def first_tensor(sample: Any) -> Any:

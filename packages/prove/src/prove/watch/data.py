@@ -160,19 +160,12 @@ class LoaderWatcher:
         self.places: list[str] = []  # where each loader was made, by its number
         self.asked_for_length: set[int] = set()  # the numbers of such loaders
         self.loader_passes_fed = 0  # passes that a replay has got so far
-        self.unused: dict[int, Any] = {}  # data sets that gave no batch yet, by number of loader
 
     def note_made(self, loader: Any) -> None:
         object.__setattr__(loader, "prove_number", len(self.places))
         self.places.append(where())
-        if not any(loader.dataset is used for used in self.datasets):
-            self.unused[loader.prove_number] = loader.dataset
-            self.run.record.unused_loaders[loader.prove_number] = self.places[-1]
-
-    def note_used(self, loader: Any) -> None:
-        """Note that a data set is used, whichever loader reads it: Accelerate makes another one."""
-        for number in [n for n, dataset in self.unused.items() if dataset is loader.dataset]:
-            del self.unused[number], self.run.record.unused_loaders[number]
+        for tell in self.run.events.loaders_made:
+            tell(loader, self.places[-1])
 
     def end_batch(self) -> None:
         self.steps.end_batch()
@@ -212,7 +205,8 @@ class LoaderWatcher:
     def begin(self, loader: Any) -> LoaderPass:
         """Begin the record of a pass over this loader."""
         dataset, record = loader.dataset, self.run.record
-        self.note_used(loader)
+        for tell in self.run.events.loaders_read:
+            tell(loader)
         base, _ = without_subsets(dataset)
         is_stream = isinstance(dataset, IterableDataset)
         length = None if is_stream or not hasattr(base, "__len__") else len(base)
@@ -329,7 +323,6 @@ class LoaderWatcher:
         loader_pass.batches_given += 1
         if len(loader_pass.contents) < self.most_batches(loader_pass.with_gradients):
             loader_pass.contents.append(batch.checksums)
-            loader_pass.inputs.append(batch.inputs or batch.checksums)
             loader_pass.labels += batch.labels or []
         run.current_loader_pass = loader_pass
         if loader_pass.replay_number is not None:
@@ -439,7 +432,7 @@ def next_batch(iterator: Iterator, loader_pass: LoaderPass, draws: Draws) -> Col
     if loader_pass.batches_given:  # for the first batch, the sampler has drawn its seed, too
         changes = [old != new for old, new in zip(before, after, strict=True)]
         loader_pass.drew = [a or b for a, b in zip(loader_pass.drew, changes, strict=True)]
-    return batch if isinstance(batch, Collated) else Collated(batch, None, [], [])
+    return batch if isinstance(batch, Collated) else Collated(batch, None, [])
 
 
 def with_checksums(batch: Collated, loader_pass: LoaderPass) -> Collated:
@@ -449,7 +442,7 @@ def with_checksums(batch: Collated, loader_pass: LoaderPass) -> Collated:
         listed = loader_pass.sizes[loader_pass.batches_given : loader_pass.batches_given + 1]
         if listed and listed[0] != len(batch.checksums):  # __getitems__ gave something else
             is_known = False
-    return batch if is_known else Collated(batch.batch, None, checksums_of_rows(batch.batch), [])
+    return batch if is_known else Collated(batch.batch, None, checksums_of_rows(batch.batch))
 
 
 def recording_iterator(loader: Any, iterate: Callable, folder: str) -> Iterator:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from prove.comparable import full_tensor
-from prove.rank_record import DDPRecord, EvaluatedModule, Flag, ModelCall, Projection
+from prove.rank_record import DDPRecord, Flag, ModelCall, Projection
 from prove.watch import steps
 from prove.watch.batches import batch_size_of, checksum, copy_tensors, tensors_in
 from prove.watch.draws import Draws
@@ -27,7 +27,6 @@ from prove.watch.model_tensors import (
     not_comparable,
     parameters_of,
     project,
-    project_buffers,
     tensors_of,
     without_wrappers,
 )
@@ -36,7 +35,6 @@ from prove.watch.rank_run import RankRun, where, wrap
 from prove.watch.steps import MOST_STEPS, FunctionalParameters, StepWatcher
 
 MOST_CALLS = 64
-MOST_EVALUATED = 32
 
 
 class ModelWatcher:
@@ -52,10 +50,6 @@ class ModelWatcher:
         self.parameters: dict[str, nn.Parameter] = {}  # of called_in_training, by their keys
         self.averaged: set[int] = set()  # ids of parameters that a DDP was made to average
         self.loop_watcher: Any = None  # a sources.LoopWatcher, if operations are watched
-        # By module: its name, and after how many steps it was last written down.
-        self.evaluated: weakref.WeakKeyDictionary[nn.Module, tuple[str, int]] = (
-            weakref.WeakKeyDictionary()
-        )
 
     def keep_start(self) -> None:
         """Keep the weights of the start at the first batch or forward; in a replay, set them."""
@@ -134,8 +128,6 @@ class ModelWatcher:
             self.note_weights()
         self.write_names()
         self.write_parameters_of_ddp()
-        if not self.run.replaying and self.run.record.step_count:
-            self.write_buffers_outside_ddp()
         self.run.tensors["schedule_settings"] = self.steps.schedule_settings
         self.run.record.not_comparable = sorted(not_comparable)
 
@@ -187,31 +179,24 @@ class ModelWatcher:
             record.without_gradient = [
                 name for name, p in trained.items() if p in self.averaged and p not in had_gradient
             ]  # gradients of the others are not watched
-            record.buffers_at_end = project_buffers(ddp.module)
 
-    def write_buffers_outside_ddp(self) -> None:
-        """Write the buffers of modules outside DDP, unless they are divided between the ranks."""
-        in_ddp = {id(part) for ddp in self.ddps for part in ddp.modules()}
-        for name, module in self.root_modules().items():
-            if id(module) not in in_ddp and not is_divided(module):
-                self.run.record.buffers_outside_ddp[name] = project_buffers(module)
+    def number_of_ddp(self, module: nn.Module) -> int | None:
+        """The number of the first DDP model to which a module belongs; None: it is in none."""
+        belongs = (any(part is module for part in ddp.modules()) for ddp in self.ddps)
+        return next((number for number, is_part in enumerate(belongs) if is_part), None)
 
     def note_call(self, module: nn.Module, inputs: tuple) -> None:
         """Write down that the script itself calls a module."""
-        run, ddp = self.run, None
+        run, number = self.run, self.number_of_ddp(module)
         if any(is_functorch_wrapped_tensor(p) or is_lazy(p) for p in module.parameters()):
             return  # torch.func gives it other tensors to compute with; a lazy one has none yet
-        self.note_evaluated(module)
-        for number, wrapper in enumerate(self.ddps):
-            if any(part is module for part in wrapper.modules()):
-                ddp = run.record.ddps[number]
-                if module is not wrapper:  # DDP's forward notes them after it has sent rank 0's
-                    self.note_buffers(wrapper)
-                break
+        for tell in run.events.module_calls:
+            tell(module, number)
         trains = module.training and torch.is_grad_enabled()
         if not trains or next(module.parameters(), None) is None:
             return
         self.note_trained(module)
+        ddp = None if number is None else run.record.ddps[number]
         if ddp and isinstance(module, DistributedDataParallel):
             ddp.forwards += 1
         elif ddp:
@@ -233,44 +218,6 @@ class ModelWatcher:
         self.steps.begin_forward()
         self.keep_start()
         self.note_weights()
-
-    def note_buffers(self, ddp: DistributedDataParallel) -> None:
-        """Write down with which buffers this rank evaluates."""
-        record = self.run.record.ddps[self.ddps.index(ddp)]
-        if (
-            not ddp.module.training
-            and self.run.record.step_count
-            and not record.buffers_at_evaluation
-        ):
-            record.buffers_at_evaluation = project_buffers(ddp.module)
-
-    def note_evaluated(self, module: nn.Module) -> None:
-        """Write down what a module holds that is called untrained: an averaged model, a teacher.
-
-        It does so after step 1, 2, 4, ..., because a copy may be the same until it is updated.
-        """
-        steps, evaluated = self.run.record.step_count, self.run.record.evaluated
-        if not steps or (module.training and torch.is_grad_enabled()):
-            return
-        name, last = self.evaluated.get(module, (f"{type(module).__name__} called at {where()}", 0))
-        if steps < 2 * last or len(evaluated) >= MOST_EVALUATED:
-            return
-        if isinstance(module, DistributedDataParallel) or is_divided(module):
-            return
-        self.evaluated[module] = (name, steps)
-        held = self.steps.held_parameters()
-        is_trained = any(id(p) in held for p in module.parameters())
-        in_ddp = any(part is module for ddp in self.ddps for part in ddp.modules())
-        parameters = {} if is_trained else dict(module.named_parameters())
-        buffers = {} if in_ddp or module.training else dict(module.named_buffers())
-        tensors = {
-            without_wrappers(name): project(tensor)
-            for name, tensor in (parameters | buffers).items()
-            if tensor.numel()
-        }
-        if tensors:
-            names = [*map(without_wrappers, buffers)]
-            evaluated.append(EvaluatedModule(name, steps, is_trained, tensors, names))
 
 
 def watch_ddp(run: RankRun, model: ModelWatcher, source: Feeder | InputKeeper) -> None:
@@ -301,7 +248,8 @@ def watch_ddp(run: RankRun, model: ModelWatcher, source: Feeder | InputKeeper) -
         with model.draws.in_model():
             result = original(self, *inputs, **kwargs)
         with model.draws.paused():
-            model.note_buffers(self)
+            for tell in run.events.ddp_forwards:
+                tell(model.ddps.index(self))
         is_loss = [tensor.requires_grad and tensor.ndim == 0 for tensor in tensors_in([result])]
         run.record.model_returns_loss |= any(is_loss)
         return result
@@ -383,6 +331,7 @@ def unwrapped(tensor: Any) -> Any:
 def install(run: RankRun, draws: Draws, source: Feeder | InputKeeper) -> ModelWatcher:
     feeder = source if isinstance(source, Feeder) else None
     model = ModelWatcher(run, steps.install(run, draws, feeder))
+    run.models = model
     run.at_end.append(model.finish)
     watch_ddp(run, model, source)
     watch_modules(run, model)

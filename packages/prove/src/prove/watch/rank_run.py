@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import wraps
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,9 @@ from prove.rank_record import (
     record_file,
     tensors_file,
 )
+
+if TYPE_CHECKING:
+    from prove.watch.model import ModelWatcher
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PACKAGE = os.path.dirname(HERE)
@@ -115,6 +118,13 @@ class Events:
     def __init__(self) -> None:
         # A backward begins: its loss.
         self.backwards: list[Callable[[torch.Tensor], None]] = []
+        # The script calls a module: this one, and the number of the DDP model to which it belongs.
+        self.module_calls: list[Callable[[torch.nn.Module, int | None], None]] = []
+        # DDP has computed its forward: the number of this DDP model.
+        self.ddp_forwards: list[Callable[[int], None]] = []
+        # A loader is made: this one, and where. It is read: this one.
+        self.loaders_made: list[Callable[[Any, str], None]] = []
+        self.loaders_read: list[Callable[[Any], None]] = []
         # A file is opened for writing, renamed or removed: its path, and its mode as for open(),
         # which is None if it is not opened.
         self.file_changes: list[Callable[[str, str | None], None]] = []
@@ -140,6 +150,7 @@ class RankRun:
         self.in_second_epoch = False
         self.running_modules: list[torch.nn.Module] = []  # that compute forward, the innermost last
         self.current_loader_pass: LoaderPass | None = None  # the one that gave the last batch
+        self.models: ModelWatcher  # which knows the modules of this rank
         self.at_end: list[Callable[[], None]] = []  # called to complete the record and the tensors
         self.writing = threading.Lock()
         self.begin_in_this_process()

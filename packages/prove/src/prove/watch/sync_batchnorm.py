@@ -8,11 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
-
-CONVERTIBLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def global_statistics(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,21 +97,3 @@ class SyncBatchNorm(_BatchNorm):
             self.running_mean += momentum * (mean - self.running_mean)
             self.running_var += momentum * (variance * count / (count - 1) - self.running_var)
         return y
-
-
-def convert_sync_batchnorm(model: nn.Module) -> nn.Module:
-    """Make every BatchNorm layer of the model a SyncBatchNorm, in place; returns the model.
-
-    Each layer stays the same object, with all that it holds: only its class changes. ValueError if
-    a layer is of another class of BatchNorm, which may do more, or has a group of fewer ranks.
-    """
-    all_ranks = (None, dist.group.WORLD)
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.SyncBatchNorm) and layer.process_group not in all_ranks:
-            raise ValueError(f"layer {name} has a process_group of its own: expected all ranks")
-        if type(layer) in CONVERTIBLE:
-            layer.__class__ = SyncBatchNorm  # torch's lazy layers change class in the same way
-        elif isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm):
-            kind = type(layer).__name__  # torch's convert drops the extra part: issue 187298
-            raise ValueError(f"layer {name} is a {kind}: expected BatchNorm1d, 2d or 3d of torch")
-    return model
