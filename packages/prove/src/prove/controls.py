@@ -21,7 +21,7 @@ from prove.judge.reasons import Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.table import WARNING, WRONG, ReportRow
-from prove.rank_record import Finding, Mode, ReplayVariant, forced_file
+from prove.rank_record import Finding, Flag, Mode, ReplayVariant, forced_file
 from prove.runs import Runs
 
 
@@ -89,7 +89,7 @@ class Controls:
 
     def with_batchnorm_in_blocks(self) -> list[Comparison] | None:
         """Try the other order of rows, where BatchNorm gets several of each sample."""
-        if not self.replayed.replayed.batchnorm_rows_guessed:
+        if Flag.BATCHNORM_ROWS_GUESSED not in self.replayed.replayed.flags:
             return None
         blocks = self.runs.replay(Mode.REPLAY, self.command, ReplayVariant.BLOCKS)
         compared = comparisons(blocks)

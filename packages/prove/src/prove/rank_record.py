@@ -100,6 +100,11 @@ class Flag(Enum):
     MODEL_IS_DIVIDED = auto()
     ENDS_WITH_OTHERS = auto()  # this rank ends because another one had seen enough
     STOP_TOGETHER = auto()  # the ranks stop where the first of them has no batch left
+    USES_AUTOCAST = auto()
+    MODEL_RETURNS_LOSS = auto()
+    ASKED_FOR_LENGTH = auto()  # of a loader, before its first batch
+    BATCHNORM_ROWS_UNKNOWN = auto()  # nobody knows which row came from which rank
+    BATCHNORM_ROWS_GUESSED = auto()  # a sample has several: one after another, or in blocks
 
 
 SECONDS_PER_BEAT = 0.2  # the record is written again, and read again
@@ -299,9 +304,7 @@ class Backward(NamedTuple):
 
     at: str
     steps_before: int
-    is_scaled: bool  # the loss is divided or multiplied in one of its last operations
     loss_at: str = ""  # where a loss function of torch was last called before it
-    adds_up: bool = False  # the gradients of another backward are still there
 
 
 class LayerOutput(NamedTuple):
@@ -407,15 +410,10 @@ class RankRecord:
     batchnorm: dict[str, int] = field(default_factory=dict)  # by class: fewest values of a channel
     flags: dict[Flag, str] = field(default_factory=dict)  # where each was first seen
     loss_scale: float = 1.0
-    uses_autocast: bool = False
     exchange_precision: float = 0.0  # the spacing of numbers near 1 in what backward and step send
-    model_returns_loss: bool = False
     seed: int = 0  # with which its generators began
-    asked_for_length: bool = False  # the script did so, before a loader's first batch
     why_not_kept: str = ""  # why a batch could not be kept for a replay
     draws: dict[Finding, list[str]] = field(default_factory=dict)  # the places of each
-    batchnorm_rows_unknown: bool = False  # nobody knows which row came from which rank
-    batchnorm_rows_guessed: bool = False  # a sample has several: one after another, or in blocks
     own_batch_size: int | None = None  # that the replaying rank's script set; it gets larger ones
     # By optimizer of the replaying rank: parameters of another shape than those observed.
     other_shapes: dict[int, list[tuple]] = field(default_factory=dict)

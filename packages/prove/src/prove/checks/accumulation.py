@@ -1,11 +1,18 @@
 """Do the gradients of several backwards add up to one step, though no loss was divided?"""
 
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
 from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import accumulate
 from prove.judge.reasons import Reason
 from prove.judge.table import WARNING, ReportRow, warning
+from prove.watch.rank_run import RankRun, where
 
 NAME = "accumulation"
+MOST_BACKWARDS = 64  # more are not written down
 
 
 class Says(Reason):
@@ -15,10 +22,48 @@ class Says(Reason):
     )
 
 
+class FirstBackward(NamedTuple):
+    """A call of backward before the first step."""
+
+    at: str
+    is_scaled: bool
+    adds_up: bool  # the gradients of another backward are still there
+
+
+@dataclass
+class FirstBackwards:
+    """Those of one rank."""
+
+    calls: list[FirstBackward] = field(default_factory=list)
+
+
+def watch(run: RankRun) -> None:
+    calls = run.record.part(FirstBackwards).calls
+
+    def note(loss: Tensor) -> None:
+        if run.record.step_count == 0 and len(calls) < MOST_BACKWARDS:
+            adds_up = run.models.holds_gradients()
+            calls.append(FirstBackward(where(), is_scaled(loss), adds_up))
+
+    run.events.backwards.append(note)
+
+
+def is_scaled(loss: Tensor) -> bool:
+    """Is the loss divided or multiplied in one of its last operations?"""
+    node = loss.grad_fn
+    for _ in range(4):
+        if node is None:
+            break
+        if "Div" in node.name() or "Mul" in node.name():
+            return True
+        node = node.next_functions[0][0] if node.next_functions else None
+    return False
+
+
 def judge(seen: Seen) -> list[ReportRow]:
     """Look at the first step: what comes before it in one line, and divides nowhere."""
     first = seen.records[0]
-    backwards = [backward for backward in first.backwards if backward.steps_before == 0]
+    backwards = first.part(FirstBackwards).calls
     places = {backward.at for backward in backwards}
     n = min(len(backwards), 1 + sum(backward.adds_up for backward in backwards))
     if n < 2 or len(places) > 1 or len(first.optimizers) != 1:
@@ -39,4 +84,4 @@ PLANTED = (
         ("(loss * world_size / words).backward()", "loss.backward()"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.STEPS, planted=PLANTED)
+CHECK = Check(NAME, Says, judge, Phase.STEPS, watch, planted=PLANTED)

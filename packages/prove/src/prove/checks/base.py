@@ -11,9 +11,9 @@ from functools import cached_property
 from prove.checks.mistake import Mistake
 from prove.judge.loader_passes import share_one_data_set, trained_loader_passes
 from prove.judge.reasons import Reason
-from prove.judge.steps import StepOfRanks, model_is_divided, steps_of
+from prove.judge.steps import StepOfRanks, steps_of
 from prove.judge.table import ReportRow
-from prove.rank_record import LoaderPass, RankRecord, RunOutcome
+from prove.rank_record import Flag, LoaderPass, RankRecord, RunOutcome
 from prove.watch.rank_run import RankRun
 
 
@@ -52,8 +52,10 @@ class Seen:
 
     def model_is_divided(self) -> bool:
         """Do the ranks hold different parts of the model, as ZeRO divides it, or work in groups?"""
+        if {Flag.HAS_GROUPS, Flag.MODEL_IS_DIVIDED} & self.records[0].flags.keys():
+            return True
         tensors = [{len(of_rank.weights_before) for of_rank in step.steps} for step in self.steps]
-        return model_is_divided(self.records) or any(len(counts) > 1 for counts in tensors)
+        return any(len(counts) > 1 for counts in tensors)
 
     def rows_of(self, check: "Check") -> list[ReportRow]:
         """What a check says: each judges once, when the table or another check first asks."""

@@ -85,7 +85,8 @@ class Comparer:
         if spacing > 1e-6:  # in 16 bits
             return 5e-2
         if spacing > 1e-15:  # in 32 bits
-            return max(sent, 3e-2 if self.replay.observed.uses_autocast else 3e-3)
+            uses_autocast = Flag.USES_AUTOCAST in self.replay.observed.flags
+            return max(sent, 3e-2 if uses_autocast else 3e-3)
         return max(sent, FLOAT64_LIMIT)
 
     @property
@@ -271,7 +272,7 @@ class Comparer:
             return not_compared(ReplayReason.TENSOR_KIND, kinds=kinds, at=self.at)
         if not self.gradients:
             return not_compared(ReplayReason.NO_GRADIENTS)
-        if replay.replayed.batchnorm_rows_unknown:
+        if Flag.BATCHNORM_ROWS_UNKNOWN in replay.replayed.flags:
             return not_compared(ReplayReason.BATCHNORM_ROWS)
         if max(map(precision, self.dtypes)) > COARSEST:
             kinds = sorted(map(str, self.dtypes))

@@ -10,7 +10,7 @@ from prove.judge.replay_reasons import ReplayReason
 from prove.judge.steps import differing_statistic
 from prove.judge.table import ProofRow, ReportRow, right, warning
 from prove.judge.wording import phrase
-from prove.rank_record import DataFinding, Finding, RaisedError, RankRecord
+from prove.rank_record import DataFinding, Finding, Flag, RaisedError, RankRecord
 
 DRAWS_OF_SHARES = {"numpy.beta", "numpy.dirichlet", "_sample_dirichlet"}  # nobody branches on these
 FLOAT64 = ("torch.float64", "torch.complex128")
@@ -117,7 +117,7 @@ def data_not_given(replay: Replay, compared: list[Comparison]) -> Comparison | N
         DataFinding.LOCAL_NUMBER: ReplayReason.LOCAL_NUMBER,
     }
     for finding, reason in reasons.items():
-        if finding == DataFinding.LATE_INPUT and replay.observed.model_returns_loss:
+        if finding == DataFinding.LATE_INPUT and Flag.MODEL_RETURNS_LOSS in replay.observed.flags:
             continue  # it computes the loss from what it was given
         places = of_all.get(finding) or places_until(first, finding, step)
         if places:

@@ -66,7 +66,9 @@ def rows_of_one_cycle(rank: RankRecord) -> list[ReportRow]:
     """A schedule that raises an error in the middle of an epoch, because its steps were counted
     otherwise than those of the loader."""
     trained = [loader_pass for loader_pass in rank.loader_passes if loader_pass.step_count]
-    if rank.asked_for_length or not trained or not trained[0].length:  # see schedules_by_batch
+    if (
+        Flag.ASKED_FOR_LENGTH in rank.flags or not trained or not trained[0].length
+    ):  # see schedules_by_batch
         return []
     first = trained[0]
     left = max(0, first.length - first.batches_given)  # of the epoch, after our cut
@@ -91,7 +93,9 @@ def rows_of_one_cycle(rank: RankRecord) -> list[ReportRow]:
 def schedules_by_batch(replay: Replay) -> list[tuple[Schedule, Schedule]]:
     """Pair the schedules of a rank with those of the one rank, whose epochs have other lengths."""
     pairs: list[tuple[Schedule, Schedule]] = []
-    if replay.observed.asked_for_length:  # it follows the loader, whose epochs we have cut
+    if (
+        Flag.ASKED_FOR_LENGTH in replay.observed.flags
+    ):  # it follows the loader, whose epochs we have cut
         return pairs
     for ranks_record, one_record in zip(
         replay.observed.schedules, replay.replayed.schedules, strict=False

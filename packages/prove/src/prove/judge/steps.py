@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prove.rank_record import Flag, OptimizerRecord, OptimizerStep, Projection, RankRecord
+from prove.rank_record import OptimizerRecord, OptimizerStep, Projection, RankRecord
 
 TINY = 1e-12
 
@@ -72,10 +72,6 @@ def steps_with_old_gradients(steps: list[StepOfRanks]) -> list[StepOfRanks]:
         if step.number > 1 and all(of_rank.has_old_gradient for of_rank in step.steps)
     ]
     return old if len(old) > 1 else []
-
-
-def model_is_divided(records: list[RankRecord]) -> bool:
-    return not records[0].flags.keys().isdisjoint({Flag.HAS_GROUPS, Flag.MODEL_IS_DIVIDED})
 
 
 def differing_statistic(records: list[RankRecord]) -> dict[str, Any] | None:

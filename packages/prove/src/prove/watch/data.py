@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from prove import random_state
-from prove.rank_record import EVALUATION_FACTOR, LoaderPass
+from prove.rank_record import EVALUATION_FACTOR, Flag, LoaderPass
 from prove.watch.batches import (
     Collated,
     RecordedBatch,
@@ -360,7 +360,7 @@ class LoaderWatcher:
         self.asked_for_length.add(loader.prove_number)  # so it must give no more
         last = last_pass(self.run, loader)
         if last is None or not last.with_gradients:
-            self.run.record.asked_for_length = True  # perhaps to make a schedule of this length
+            self.run.flag(Flag.ASKED_FOR_LENGTH)  # perhaps to make a schedule of this length
         if self.feeder and (batches := self.feeder.batches_of(loader)) is not None:
             return batches
         return min(length(loader), self.most_batches(torch.is_grad_enabled()))

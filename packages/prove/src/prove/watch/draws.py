@@ -41,6 +41,17 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def without_places(kept: dict) -> dict:
+    """Name what was kept by its order alone, for a script that has other lines."""
+    calls: Counter = Counter()
+    renamed = {}
+    for key, value in kept.items():
+        unplaced = key._replace(at="", number=0)
+        renamed[unplaced._replace(number=calls[unplaced])] = value
+        calls[unplaced] += 1
+    return renamed
+
+
 class Draws:
     """Records or replays what this rank draws between getting a batch and asking for the next."""
 

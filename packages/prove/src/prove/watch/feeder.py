@@ -17,6 +17,7 @@ from prove import random_state
 from prove.rank_record import (
     Draw,
     DrawKey,
+    Flag,
     Mode,
     RankRecord,
     ReplayVariant,
@@ -34,7 +35,7 @@ from prove.watch.batches import (
     owners_of_rows,
     tensors_in,
 )
-from prove.watch.draws import Draws
+from prove.watch.draws import Draws, without_places
 from prove.watch.model_tensors import parameters_of, tensors_of
 from prove.watch.rank_run import RankRun, where, wrap
 
@@ -54,17 +55,6 @@ def normalize_by_rank(layer: Any, forward: Callable, rows: Tensor, owners: list[
     for name, buffer in layer.named_buffers():
         buffer.data.copy_(rank_0_buffers[name])  # .data: autograd need not know
     return torch.cat(normalized)[torch.argsort(torch.cat(groups))]
-
-
-def without_places(draws: dict[DrawKey, Draw]) -> dict[DrawKey, Draw]:
-    """Name draws by their order in a batch alone, for a script that has other lines."""
-    numbers: dict[tuple, int] = {}
-    renamed = {}
-    for key, draw in draws.items():
-        number = numbers.get((key.batch, key.name), 0)
-        numbers[key.batch, key.name] = number + 1
-        renamed[DrawKey(key.batch, "", key.name, number)] = draw
-    return renamed
 
 
 def passes_of_rank_0_alone(records: list[RankRecord]) -> list[int]:
@@ -343,10 +333,10 @@ def watch_batchnorm(run: RankRun, feeder: Feeder | None) -> None:
         in_blocks = run.settings.variant == ReplayVariant.BLOCKS
         owners = owners_of_rows(len(rows), feeder.sizes, in_blocks)
         if owners is None:
-            run.record.batchnorm_rows_unknown = True
+            run.flag(Flag.BATCHNORM_ROWS_UNKNOWN)
             return original(self, rows)
         if len(rows) != sum(feeder.sizes):
-            run.record.batchnorm_rows_guessed = True
+            run.flag(Flag.BATCHNORM_ROWS_GUESSED)
         return normalize_by_rank(self, original, rows, owners)
 
 

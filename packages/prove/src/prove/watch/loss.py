@@ -81,29 +81,15 @@ def watch_backward(run: RankRun, model: ModelWatcher, last: LastLoss) -> None:
         with model.draws.paused():
             for tell in run.events.backwards:
                 tell(self)
-        adds_up = run.record.step_count == 0 and model.holds_gradients()  # later, nobody asks
         if len(run.record.backwards) < MOST_CALLS:
-            call = Backward(where(), run.record.step_count, is_scaled(self), last.at, adds_up)
+            run.record.backwards.append(Backward(where(), run.record.step_count, last.at))
             last.at = ""
-            run.record.backwards.append(call)
         inside = True
         try:
             with model.draws.in_model():
                 return original(self, *args, **kwargs)
         finally:
             inside = False
-
-
-def is_scaled(loss: Tensor) -> bool:
-    """Is the loss divided or multiplied in one of its last operations?"""
-    node = loss.grad_fn
-    for _ in range(4):
-        if node is None:
-            break
-        if "Div" in node.name() or "Mul" in node.name():
-            return True
-        node = node.next_functions[0][0] if node.next_functions else None
-    return False
 
 
 def install(run: RankRun, model: ModelWatcher) -> None:

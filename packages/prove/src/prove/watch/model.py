@@ -244,14 +244,15 @@ def watch_ddp(run: RankRun, model: ModelWatcher, source: Feeder | InputKeeper) -
         if self.module.training and torch.is_grad_enabled():
             with model.draws.paused():
                 inputs, kwargs = source.inputs(inputs, kwargs)
-            run.record.uses_autocast |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+            if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+                run.flag(Flag.USES_AUTOCAST)
         with model.draws.in_model():
             result = original(self, *inputs, **kwargs)
         with model.draws.paused():
             for tell in run.events.ddp_forwards:
                 tell(model.ddps.index(self))
-        is_loss = [tensor.requires_grad and tensor.ndim == 0 for tensor in tensors_in([result])]
-        run.record.model_returns_loss |= any(is_loss)
+        if any(tensor.requires_grad and tensor.ndim == 0 for tensor in tensors_in([result])):
+            run.flag(Flag.MODEL_RETURNS_LOSS)
         return result
 
 

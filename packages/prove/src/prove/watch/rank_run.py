@@ -173,7 +173,8 @@ class RankRun:
         self.record.progress.events += 1
 
     def flag(self, flag: Flag) -> None:
-        self.record.flags.setdefault(flag, where())
+        if flag not in self.record.flags:
+            self.record.flags[flag] = where()
 
     def has_no_loader(self) -> bool:
         return not any(loader_pass.with_gradients for loader_pass in self.record.loader_passes)

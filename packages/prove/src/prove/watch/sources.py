@@ -26,7 +26,7 @@ from prove import random_state
 from prove.rank_record import CENTERED, DataFinding, Mode, Statistic, loop_file, read_records
 from prove.watch import loss
 from prove.watch.batches import CannotMergeError, interleave, own_copy, tensors_in
-from prove.watch.draws import MOST_BYTES, Draws
+from prove.watch.draws import MOST_BYTES, Draws, is_number, without_places
 from prove.watch.feeder import Feeder, InputKeeper, batch_of_forward, size_of
 from prove.watch.model_tensors import project
 from prove.watch.rank_run import (
@@ -94,10 +94,6 @@ def replace_parts(nested: Any, changed: dict[int, Any]) -> Any:
 
 def is_plain(value: Any) -> bool:
     return type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def number_in(value: Any) -> float | None:
@@ -576,16 +572,6 @@ def merge(values: list[Tensor], sizes: list[int]) -> Tensor:
     if any(not value.ndim for value in values) or len(shapes) > 1:
         raise CannotMergeError("other shapes on each rank")
     return interleave(values, sizes)
-
-
-def without_places(meetings: dict[SourceKey, Meeting]) -> dict[SourceKey, Meeting]:
-    """Name meetings by their order alone, for a script that has other lines."""
-    numbers: Counter = Counter()
-    renamed = {}
-    for key, meeting in meetings.items():
-        renamed[SourceKey("", key.name, numbers[key.name])] = meeting
-        numbers[key.name] += 1
-    return renamed
 
 
 def differing_statistics(statistics_of_ranks: list[list[Statistic]]) -> set[str]:
