@@ -14,6 +14,7 @@ from prove.judge.compare_steps import (
     Outcome,
     comparisons,
     farthest,
+    not_compared,
     worst,
 )
 from prove.judge.ends import error_of
@@ -64,8 +65,7 @@ class Controls:
         return [self.sum_or_mistake(each) for each in self.compared]
 
     def no_verdict(self, reason: Reason, **facts: object) -> list[Comparison]:
-        apart = farthest(self.compared)
-        return [Comparison(Outcome.NOT_COMPARED, reason, {"apart": apart, "at": self.at} | facts)]
+        return [not_compared(reason, apart=farthest(self.compared), at=self.at, **facts)]
 
     def forced_draws_fail(self, draws: str, forced: dict) -> list[Comparison]:
         places = places_of(forced)

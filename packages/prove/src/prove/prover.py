@@ -18,11 +18,17 @@ from prove.checks.base import Phase, Seen
 from prove.controls import Controls
 from prove.errors import NotJudgedError
 from prove.judge import printed_numbers, replay_checks, schedule
-from prove.judge.compare_steps import Comparison, Outcome, comparisons, farthest, worst
+from prove.judge.compare_steps import (
+    Comparison,
+    Outcome,
+    comparisons,
+    farthest,
+    not_compared,
+    worst,
+)
 from prove.judge.ends import error_of, what_ranks_do
 from prove.judge.loader_passes import same_contents, trained_loader_passes
 from prove.judge.original_epoch import original_epoch_rows
-from prove.judge.reasons import Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.table import RIGHT, WRONG, ProofRow, ReportRow, not_seen
@@ -120,9 +126,8 @@ class Prover:
             unsure = replay_checks.unsure_draws(replayed)
             unsure = unsure or replay_checks.draws_not_given(replayed, rows)
             if not any(each.step_count for each in replayed.observed.loader_passes):
-                facts = {"apart": farthest(compared)}
-                why = ReplayReason.ORIGINAL_GETS_NO_DATA
-                unsure = unsure or Comparison(Outcome.NOT_COMPARED, why, facts)
+                no_data = not_compared(ReplayReason.ORIGINAL_GETS_NO_DATA, apart=farthest(compared))
+                unsure = unsure or no_data
             compared = [unsure] if unsure else compared
         elif unsure := replay_checks.data_not_given(replayed, compared):
             compared = [unsure]
@@ -133,20 +138,18 @@ class Prover:
     def why_no_replay(self, command: list[str] | None) -> Comparison | None:
         """Say why one rank cannot compute from the batches of all; None if it can."""
         records = self.observed.records
-        reason: Reason | None = None
         if len(records) == 1:
-            reason = ReplayReason.ONLY_ONE_RANK
-        elif command is None:
-            reason = ReplayReason.WHICH_COMMAND
-        elif at := records[0].flags.get(Flag.MODEL_IS_DIVIDED):
-            return Comparison(Outcome.NOT_COMPARED, ReplayReason.MODEL_DIVIDED, {"at": at})
-        elif self.runs.settings.rows_are_split and not same_contents(records):
+            return not_compared(ReplayReason.ONLY_ONE_RANK)
+        if command is None:
+            return not_compared(ReplayReason.WHICH_COMMAND)
+        if at := records[0].flags.get(Flag.MODEL_IS_DIVIDED):
+            return not_compared(ReplayReason.MODEL_DIVIDED, at=at)
+        if self.runs.settings.rows_are_split and not same_contents(records):
             at = trained_loader_passes(records)[0][0].at
-            return Comparison(Outcome.NOT_COMPARED, ReplayReason.OTHER_ROWS, {"at": at})
-        elif any(record.why_not_kept for record in records):
-            texts = [record.why_not_kept for record in records if record.why_not_kept]
-            return Comparison(Outcome.NOT_COMPARED, ReplayReason.NOT_KEPT, {"message": texts[0]})
-        return reason and Comparison(Outcome.NOT_COMPARED, reason)
+            return not_compared(ReplayReason.OTHER_ROWS, at=at)
+        if texts := [record.why_not_kept for record in records if record.why_not_kept]:
+            return not_compared(ReplayReason.NOT_KEPT, message=texts[0])
+        return None
 
     def one_rank_rows(self, rows: list[ReportRow]) -> list[ReportRow]:
         """What one rank computes from the batches of all; rows: what is known without it."""

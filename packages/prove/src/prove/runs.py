@@ -76,10 +76,13 @@ class Runs:
         )
         self.observed: RunOutcome
 
-    def run(self, settings: Settings, command: list[str]) -> RunOutcome:
+    def run(
+        self, settings: Settings, command: list[str], most_seconds: float = float("inf")
+    ) -> RunOutcome:
         self.report(f"{settings.name}: {shlex.join(command)}")
+        timeout = self.args.timeout
         try:
-            return processes.run_command(command, settings, self.args.timeout, spare=self.spare)
+            return processes.run_command(command, settings, timeout, most_seconds, self.spare)
         except FileNotFoundError as error:
             raise NotJudgedError(f"{error.filename}: no such command") from None
         finally:
@@ -105,21 +108,20 @@ class Runs:
         command: list[str],
         variant: ReplayVariant = ReplayVariant.USUAL,
         gpus: int = 1,
+        control: RunOutcome | None = None,
     ) -> Replay:
-        settings = replace(self.settings, mode=mode, variant=variant, gpus=gpus)
+        """Let one rank replay the observed run, or its control with the draws of a variant."""
+        settings = replace(self.settings_of(mode, variant), gpus=gpus)
         outcome = self.run(settings, command)
-        names = (Mode.OBSERVE, settings.name)
-        return Replay(self.observed, outcome, settings.folder, names, self.precision)
+        names = (Mode.CONTROL + variant if control else Mode.OBSERVE, settings.name)
+        return Replay(control or self.observed, outcome, settings.folder, names, self.precision)
 
     def replay_of_control(self, command: list[str], variant: ReplayVariant) -> Replay | None:
         """Run all ranks, then one rank, with the draws of this variant; None if that fails."""
         control = self.run_all_ranks(variant)
         if len(control.records) < len(self.observed.records) or control.status:
             return None
-        settings = replace(self.settings_of(Mode.REPLAY, variant), gpus=1)
-        outcome = self.run(settings, command)
-        names = (Mode.CONTROL + variant, settings.name)
-        return Replay(control, outcome, settings.folder, names, self.precision)
+        return self.replay(Mode.REPLAY, command, variant, control=control)
 
     def observe(self) -> None:
         """Observe all ranks: in float64, else in the script's own precision, else from outside."""
@@ -191,11 +193,7 @@ class Runs:
         """Run the script unobserved, a little longer than it ran here: does it fail by itself?"""
         seconds = max(LEAST_SECONDS, 3 * outcome.seconds)
         settings = replace(self.settings, mode=Mode.BARE)
-        self.report(f"{settings.name}: {shlex.join(self.args.command)}")
-        try:
-            return processes.run_command(self.args.command, settings, self.args.timeout, seconds)
-        finally:
-            restore_files(Path(settings.folder))
+        return self.run(settings, self.args.command, seconds)
 
     def best_replay(self, command: list[str]) -> Replay:
         """Make the replay that gives one rank its batches in the order the script takes them."""

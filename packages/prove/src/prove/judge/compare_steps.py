@@ -18,7 +18,7 @@ from prove.judge.reasons import Phrase, Reason
 from prove.judge.replay import Gradients, Precision, Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.steps import differ
-from prove.judge.table import ProofRow, ReportRow, not_seen, right, warning, wrong
+from prove.judge.table import NOT_SEEN, RIGHT, WARNING, WRONG, ProofRow, ReportRow
 from prove.judge.wording import phrase
 from prove.rank_record import Flag, OptimizerRecord, OptimizerStep, Projection
 
@@ -46,6 +46,9 @@ class Outcome(Enum):
     EQUAL = "equal"
 
 
+VERDICTS = {Outcome.DIFFERENT: WRONG, Outcome.MEANT_SO: WARNING, Outcome.EQUAL: RIGHT}
+
+
 @dataclass(frozen=True)
 class Comparison:
     """The result for one optimizer: its steps on all ranks and on one. facts: the numbers."""
@@ -55,13 +58,11 @@ class Comparison:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def row(self, check: ProofRow) -> ReportRow:
-        if self.outcome == Outcome.EQUAL:
-            return right(check, self.reason, **self.facts)
-        if self.outcome == Outcome.DIFFERENT:
-            return wrong(check, self.reason, **self.facts)
-        if self.outcome == Outcome.MEANT_SO:
-            return warning(check, self.reason, **self.facts)
-        return not_seen(check, self.reason, **self.facts)
+        return ReportRow(VERDICTS.get(self.outcome, NOT_SEEN), check, self.reason, self.facts)
+
+
+def not_compared(reason: Reason, **facts: Any) -> Comparison:
+    return Comparison(Outcome.NOT_COMPARED, reason, facts)
 
 
 class Comparer:
@@ -187,7 +188,7 @@ class Comparer:
         moved = {n: pair for n, pair in pairs if all(map(distance, *pair))}  # by step
         facts: dict[str, Any] = {"apart": apart, "steps": len(moved), "at": self.at}
         if len(moved) < FEWEST_STEPS:
-            return Comparison(Outcome.NOT_COMPARED, ReplayReason.TOO_FEW_STEPS, facts)
+            return not_compared(ReplayReason.TOO_FEW_STEPS, **facts)
         by_step = {
             n: distance(after[0], after[1]) / distance(before[0], after[0])
             for n, (before, after) in moved.items()
@@ -253,10 +254,6 @@ class Comparer:
 
     def why_not_compared(self) -> Comparison | None:
         """Why the two runs cannot be compared."""
-
-        def not_compared(reason: Reason, **facts: Any) -> Comparison:
-            return Comparison(Outcome.NOT_COMPARED, reason, facts)
-
         replay, other_shapes = self.replay, self.replay.replayed.other_shapes
         names = self.optimizer.names
         if self.number in other_shapes or any(
@@ -348,7 +345,7 @@ class Comparer:
             return Comparison(Outcome.EQUAL, ReplayReason.FIRST_GRADIENT_EQUAL, facts)
         steps = list(takewhile(weights_are_finite, self.steps))
         if not steps:
-            return Comparison(Outcome.NOT_COMPARED, ReplayReason.NOT_FINITE, facts | {"step": 1})
+            return not_compared(ReplayReason.NOT_FINITE, **facts, step=1)
         if self.limit > FLOAT64_LIMIT:
             afters = [[self.without_rounding(own.weights_after) for own in pair] for pair in steps]
         else:

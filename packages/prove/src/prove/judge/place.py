@@ -45,6 +45,5 @@ def are_apart(ranks_outputs: list[LayerOutput], one_output: LayerOutput) -> bool
 
 def place_of_loss(replay: Replay) -> str:
     """The line that computes the first loss, or else that of its backward; empty: not known."""
-    for backward in replay.observed.backwards:
-        return backward.loss_at or backward.at
-    return ""
+    backwards = replay.observed.backwards
+    return (backwards[0].loss_at or backwards[0].at) if backwards else ""

@@ -3,7 +3,14 @@
 import re
 from typing import Any, NamedTuple
 
-from prove.judge.compare_steps import Comparison, Outcome, distance, gradients_apart, numbers_differ
+from prove.judge.compare_steps import (
+    Comparison,
+    Outcome,
+    distance,
+    gradients_apart,
+    not_compared,
+    numbers_differ,
+)
 from prove.judge.reasons import Phrase, Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
@@ -81,7 +88,7 @@ def unsure_draws(replay: Replay) -> Comparison | None:
     }
     for finding, reason in reasons.items():
         if places := replay.places_of_draws(finding):
-            return Comparison(Outcome.NOT_COMPARED, reason, {"places": places})
+            return not_compared(reason, places=places)
     return None
 
 
@@ -98,13 +105,11 @@ def data_not_given(replay: Replay, compared: list[Comparison]) -> Comparison | N
         late = places_until(first, DataFinding.LATE, None)
         late = late or places_until(first, DataFinding.LOCAL_NUMBER, None)
         if changed and late:
-            facts = {"late": late, "changed": changed}
-            return Comparison(Outcome.NOT_COMPARED, ReplayReason.LOSS_KNOWS_RANKS, facts)
+            return not_compared(ReplayReason.LOSS_KNOWS_RANKS, late=late, changed=changed)
         if other := places_until(first, DataFinding.OTHER, None):
-            facts = {"places": other}
-            return Comparison(Outcome.NOT_COMPARED, ReplayReason.OTHER_DATA, facts)
+            return not_compared(ReplayReason.OTHER_DATA, places=other)
         if statistic := differing_statistic(replay.records):
-            return Comparison(Outcome.NOT_COMPARED, ReplayReason.EQUAL_BUT_STATISTICS, statistic)
+            return not_compared(ReplayReason.EQUAL_BUT_STATISTICS, **statistic)
         return None
     # The steps of all optimizers are counted together.
     step = max(int(each.facts.get("step", 1)) for each in different)
@@ -121,11 +126,11 @@ def data_not_given(replay: Replay, compared: list[Comparison]) -> Comparison | N
             continue  # it computes the loss from what it was given
         places = of_all.get(finding) or places_until(first, finding, step)
         if places:
-            facts = {"places": places, "apart": different[0].facts.get("apart", 0.0)}
-            return Comparison(Outcome.NOT_COMPARED, reason, facts)
+            apart = different[0].facts.get("apart", 0.0)
+            return not_compared(reason, places=places, apart=apart)
     given = (DataFinding.GIVEN, DataFinding.LATE_INPUT, DataFinding.STATISTIC)
     if not any(data.get(finding) for finding in given):
-        return Comparison(Outcome.NOT_COMPARED, ReplayReason.NO_LOADER)
+        return not_compared(ReplayReason.NO_LOADER)
     return None
 
 
@@ -167,7 +172,7 @@ def draws_not_given(replay: Replay, rows: list[ReportRow]) -> Comparison | None:
     places = [at for row in rows if row.check in of_draws for at in row.facts["places"]]
     if not places or any(each.step_count for each in replay.observed.loader_passes):
         return None
-    return Comparison(Outcome.NOT_COMPARED, ReplayReason.DRAWS_NOT_GIVEN, {"places": places})
+    return not_compared(ReplayReason.DRAWS_NOT_GIVEN, places=places)
 
 
 def draw_rows(replay: Replay) -> list[ReportRow]:
@@ -242,10 +247,6 @@ def reason_of_failure(error: RaisedError, in_float64: bool) -> Reason:
 def why_not_replayed(replay: Replay) -> Comparison | None:
     """A replay that fails says nothing about the script, but why."""
     error, record = replay.replayed.error, replay.replayed
-
-    def not_compared(reason: Reason, **facts: Any) -> Comparison:
-        return Comparison(Outcome.NOT_COMPARED, reason, facts)
-
     if error is not None:
         if error.kind == "CannotMergeError":
             return not_compared(ReplayReason.CANNOT_MERGE, what=error.message, at=error.at)
