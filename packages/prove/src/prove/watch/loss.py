@@ -37,7 +37,8 @@ def watch_scaling(run: RankRun) -> None:
         unscaled = True
         return original(self, optimizer)
 
-    def watch_clipping(name: str) -> None:
+    for name in CLIPPING:
+
         @wrap(nn.utils, name)
         def clip(original: Callable, *args: Any, **kwargs: Any) -> Any:
             scaled = run.record.loss_scale != 1 and not unscaled
@@ -46,35 +47,23 @@ def watch_scaling(run: RankRun) -> None:
 
         setattr(nn.utils.clip_grad, name, clip)
 
-    for name in CLIPPING:
-        if hasattr(nn.utils, name):
-            watch_clipping(name)
 
-
-class LastLoss:
-    """The place of the last call of a loss function of torch, until a backward has asked."""
-
-    at = ""
-
-
-def watch_losses(run: RankRun, last: LastLoss) -> None:
-    def watch(name: str) -> None:
-        @wrap(nn.functional, name)
-        def loss(original: Callable, *args: Any, **kwargs: Any) -> Any:
-            if run.record.step_count == 0:
-                last.at = where()
-            return original(*args, **kwargs)
+def watch_backward(run: RankRun, model: ModelWatcher) -> None:
+    """Watch backward, and before it the loss functions of torch: where was the last one called?"""
+    inside, loss_at = False, ""
 
     for name in LOSSES:
-        watch(name)
 
-
-def watch_backward(run: RankRun, model: ModelWatcher, last: LastLoss) -> None:
-    inside = False
+        @wrap(nn.functional, name)
+        def loss(original: Callable, *args: Any, **kwargs: Any) -> Any:
+            nonlocal loss_at
+            if run.record.step_count == 0:
+                loss_at = where()
+            return original(*args, **kwargs)
 
     @wrap(Tensor, "backward")
     def backward(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal inside
+        nonlocal inside, loss_at
         if inside:  # --cpu: a mode of torch calls it once more
             return original(self, *args, **kwargs)
         model.backwards += 1
@@ -82,8 +71,8 @@ def watch_backward(run: RankRun, model: ModelWatcher, last: LastLoss) -> None:
             for tell in run.events.backwards:
                 tell(self)
         if len(run.record.backwards) < MOST_CALLS:
-            run.record.backwards.append(Backward(where(), run.record.step_count, last.at))
-            last.at = ""
+            run.record.backwards.append(Backward(where(), run.record.step_count, loss_at))
+            loss_at = ""
         inside = True
         try:
             with model.draws.in_model():
@@ -93,7 +82,5 @@ def watch_backward(run: RankRun, model: ModelWatcher, last: LastLoss) -> None:
 
 
 def install(run: RankRun, model: ModelWatcher) -> None:
-    last = LastLoss()
     watch_scaling(run)
-    watch_losses(run, last)
-    watch_backward(run, model, last)
+    watch_backward(run, model)
