@@ -462,7 +462,7 @@ def tensors_file(folder: str, mode: str, rank: int) -> Path:
 
 
 def loop_file(folder: str, mode: str, rank: int) -> Path:
-    """The file of what a loop without a DataLoader has read: see sources.py."""
+    """The file of what a loop without a DataLoader has read: see loop_watcher.py."""
     return Path(folder, f"{mode}.{rank}.loop.pt")
 
 

@@ -7,6 +7,6 @@ model.py, outputs.py, loss.py, steps.py, model_tensors.py    forward, backward, 
 process_io.py    files, printed lines, and messages between the ranks
 operations.py, random_numbers.py    changed parameters, and random numbers
 draws.py, batches.py, feeder.py     how one rank gets the draws and the samples of all
-sources.py       how one rank gets what a loop without a DataLoader reads on all of them
+loop_watcher.py, loop_feeder.py     the same for what a loop without a DataLoader reads
 pretend_gpus.py, sync_batchnorm.py  scripts written for GPUs
 """

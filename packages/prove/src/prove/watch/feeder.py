@@ -95,7 +95,7 @@ class InputKeeper:
 
     def __init__(self, run: RankRun, draws: Draws) -> None:
         self.run, self.draws = run, draws
-        self.loop_watcher: Any = None  # a sources.LoopWatcher, if operations are watched
+        self.loop_watcher: Any = None  # a LoopWatcher, if operations are watched
 
     def inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         run = self.run
@@ -135,7 +135,7 @@ class Feeder:
         self.in_sequence = self.mode == Mode.SEQUENCE
         self.sizes = [1]  # samples of each rank in the batch that is computed now
         self.forwards = 0  # how many calls of DDP were fed so far
-        self.loop_watcher: Any = None  # a sources.LoopWatcher, if operations are watched
+        self.loop_watcher: Any = None  # a LoopWatcher, if operations are watched
         forced = forced_file(run.settings.folder, run.settings.variant)
         if forced.exists():
             draws.forced = torch.load(forced, weights_only=False)

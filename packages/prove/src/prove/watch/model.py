@@ -49,7 +49,7 @@ class ModelWatcher:
         self.backwards = 0
         self.parameters: dict[str, nn.Parameter] = {}  # of called_in_training, by their keys
         self.averaged: set[int] = set()  # ids of parameters that a DDP was made to average
-        self.loop_watcher: Any = None  # a sources.LoopWatcher, if operations are watched
+        self.loop_watcher: Any = None  # a LoopWatcher, if operations are watched
 
     def keep_start(self) -> None:
         """Keep the weights of the start at the first batch or forward; in a replay, set them."""

@@ -16,13 +16,13 @@ from prove.watch import (
     data,
     feeder,
     float64,
+    loop_watcher,
     loss,
     model,
     operations,
     process_io,
     random_numbers,
     schedule,
-    sources,
 )
 from prove.watch.rank_run import RankRun, wrap
 
@@ -69,7 +69,7 @@ def install() -> RankRun:
         if settings.watches_operations:
             steps = model_watcher.steps
             operations.install(draws, steps.by_hand, steps.begin_step_by_hand)
-            model_watcher.loop_watcher = sources.install(run, draws, steps, source)
+            model_watcher.loop_watcher = loop_watcher.install(run, draws, steps, source)
     atexit.register(run.write, Ended.AT_ITS_END)
 
     @wrap(sys, "excepthook")

@@ -4,8 +4,8 @@ A mode of torch sees every call of a torch function outside of modules, backward
 kinds count. A *source* is what the loop reads or makes: `x[ids]`, torch.stack, a draw.
 A *meeting* is where data without gradient come together with a tensor that has one: what goes into
 a model, the targets of a loss, the advantages of a policy. Only the last sources before a meeting
-matter, so an environment, whose ranks act for themselves, stays as it is. In a replay these sources
-give the rows of all ranks, and each meeting is checked: are its data the merged ones?
+matter, so an environment, whose ranks act for themselves, stays as it is. loop_feeder.py replaces
+their data in a replay.
 """
 
 import os
@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,11 +23,12 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from prove import random_state
-from prove.rank_record import CENTERED, DataFinding, Mode, Statistic, loop_file, read_records
+from prove.rank_record import CENTERED, DataFinding, Mode, Statistic, loop_file
 from prove.watch import loss
-from prove.watch.batches import CannotMergeError, interleave, own_copy, tensors_in
-from prove.watch.draws import MOST_BYTES, Draws, is_number, without_places
+from prove.watch.batches import own_copy, tensors_in
+from prove.watch.draws import MOST_BYTES, Draws, is_number
 from prove.watch.feeder import Feeder, InputKeeper, batch_of_forward, size_of
+from prove.watch.loop_feeder import LoopFeeder, Meeting, Source, SourceKey
 from prove.watch.model_tensors import project
 from prove.watch.rank_run import (
     OWN_FOLDERS,
@@ -51,31 +52,6 @@ FROM_OUTSIDE = {"as_tensor", "tensor", "from_numpy", "asarray"}
 NO_DATA = {"size", "__len__", "numel", "dim", "stride", "is_floating_point", "__repr__"}
 
 
-class SourceKey(NamedTuple):
-    """Names one source, statistic or meeting, so that the same call in a replay finds it."""
-
-    at: str
-    name: str  # of the function
-    number: int  # how many such calls came before it, at this place
-
-
-class Source(NamedTuple):
-    """What a rank got from one call, and how many samples that has."""
-
-    value: Tensor
-    size: int
-
-
-class Meeting(NamedTuple):
-    """The data that came together with gradients in one call."""
-
-    values: list[Any]  # tensors and numbers
-    size: int  # samples of this rank
-    statistics: list[str]  # tags of the means and the like from which these data were made
-    sources: list[SourceKey]  # the last ones from which these data were made
-    trains: bool = False  # backward came through this call; it does not where a policy only acts
-
-
 def parts_of(args: tuple, kwargs: dict) -> Iterator[Any]:
     for value in (*args, *kwargs.values()):
         if isinstance(value, list | tuple):
@@ -94,28 +70,6 @@ def replace_parts(nested: Any, changed: dict[int, Any]) -> Any:
 
 def is_plain(value: Any) -> bool:
     return type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
-
-
-def number_in(value: Any) -> float | None:
-    """Return the number in a value that holds just one, or None."""
-    if is_number(value):
-        return float(value)
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        return float(value)
-    return None
-
-
-def are_close(value: Any, other: Any) -> bool:
-    """Are two values equal but for what rounding may do in another order of computing?"""
-    if isinstance(value, Tensor) and isinstance(other, Tensor):
-        if value.shape != other.shape:
-            return False
-        if not (value.is_floating_point() or value.is_complex()):
-            return bool(torch.equal(value, other.to(value.dtype)))
-        limit = 1e-9 if value.dtype == torch.float64 else 1e-4
-        return torch.allclose(value, other.to(value.dtype), limit, limit, equal_nan=True)
-    own, others = number_in(value), number_in(other)
-    return own is not None and others is not None and abs(own - others) <= 1e-9 * abs(own)
 
 
 def is_centered(value: Tensor) -> bool:
@@ -414,172 +368,6 @@ class LoopWatcher:
         }
         place = (run.settings.folder, run.settings.name, run.record.rank)
         save_tensors((needed, self.meetings), loop_file(*place))
-
-
-class LoopFeeder:
-    """Gives a replay what the sources and the meetings of all ranks had."""
-
-    def __init__(self, run: RankRun, feeder: Feeder, watcher: LoopWatcher) -> None:
-        self.run, self.feeder, self.watcher = run, feeder, watcher
-        settings = run.settings
-        ranks = range(settings.world_size)
-        files = [loop_file(settings.folder, Mode.OBSERVE, rank) for rank in ranks]
-        self.sources_of_ranks: list[dict[SourceKey, Source]] = []
-        self.meetings_of_ranks: list[dict[SourceKey, Meeting]] = []
-        for file in files if all(file.exists() for file in files) else ():
-            sources, meetings = torch.load(file, weights_only=False)
-            is_original = settings.mode == Mode.ORIGINAL
-            self.sources_of_ranks.append({} if is_original else sources)
-            self.meetings_of_ranks.append(without_places(meetings) if is_original else meetings)
-        records = read_records(settings.folder, Mode.OBSERVE)
-        self.steps = min(record.step_count for record in records)
-        self.differing = differing_statistics([record.statistics for record in records])
-        self.local_counts: set[float] = set()  # numbers of samples, rows or elements of one rank
-        self.sizes: list[int] = []  # samples of each rank at the last meeting
-        if settings.mode == Mode.SEQUENCE and self.meetings_of_ranks:
-            self.check_sequence()
-
-    def check_sequence(self) -> None:
-        """Note what cannot be given rank by rank: all that is not called once for each forward."""
-        keys = (*self.sources_of_ranks[0], *self.meetings_of_ranks[0])
-        counts = Counter((key.at, key.name) for key in keys)
-        forwards = max((n for (_, name), n in counts.items() if name.endswith("model")), default=0)
-        for (at, _), count in counts.items():
-            if count != forwards:
-                self.watcher.note(DataFinding.NOT_GIVEN, at)
-
-    def key_of_rank(self, key: SourceKey) -> SourceKey:
-        return key._replace(number=key.number // len(self.feeder.groups()))
-
-    def recorded(self, kept_by_ranks: list[dict[SourceKey, Any]], key: SourceKey) -> list | None:
-        """Find what each rank kept by the key of this rank; None if one of them kept nothing."""
-        groups = self.feeder.groups()
-        ranks, own_key = groups[key.number % len(groups)], self.key_of_rank(key)
-        found = [kept_by_ranks[rank].get(own_key) for rank in ranks]
-        return None if any(each is None for each in found) else found
-
-    def source(self, key: SourceKey, own: Tensor) -> Tensor:
-        found = self.recorded(self.sources_of_ranks, key)
-        if found is None:
-            return own
-        values = [each.value for each in found]
-        if len(values) > 1 and all(are_close(value, values[0]) for value in values):
-            return own
-        try:
-            merged = merge(values, [each.size for each in found])
-        except CannotMergeError:
-            return own  # the meeting of these data will note it
-        return own if are_close(own, merged) else self.like(own, merged)
-
-    def like(self, own: Tensor, value: Tensor) -> Tensor:
-        return self.feeder.cast(value.to(own.device))
-
-    def begin_draws(self, forward: int) -> None:
-        """Give one rank what all ranks drew in this forward, and the sizes of their batches."""
-        if not self.sizes:
-            return
-        groups, self.feeder.sizes = self.feeder.groups(), self.sizes
-        ranks, number = groups[(forward - 1) % len(groups)], (forward - 1) // len(groups) + 1
-        draws = [self.feeder.tensors_of_ranks[rank]["draws"] for rank in ranks]
-        self.watcher.draws.begin_forward(batch_of_forward(number), self.sizes, draws)
-
-    def match_data(self, key: SourceKey, values: list) -> dict[int, Any]:
-        """Match the data of a meeting with those of all ranks.
-
-        Returns what replaces the values, by their ids.
-        """
-        at = where()
-        meeting = self.meetings_of_ranks[0].get(self.key_of_rank(key))
-        if meeting is not None and not meeting.trains:
-            return {}
-        found = self.recorded(self.meetings_of_ranks, key)
-        if found is None or any(len(each.values) != len(values) for each in found):
-            if self.run.record.step_count >= self.steps:
-                self.run.end_early()
-            self.watcher.note(DataFinding.NOT_GIVEN, at)
-            return {}
-        self.sizes = [each.size for each in found]
-        self.watcher.size = sum(self.sizes)
-        changed = {}
-        for position, own in enumerate(values):
-            column = [each.values[position] for each in found]
-            new = self.value_of(own, column, found, key.name.endswith("model"))
-            if new is not own:
-                changed[id(own)] = new
-        return changed
-
-    def value_of(self, own: Any, column: list, found: list[Meeting], is_input: bool) -> Any:
-        """Choose what one rank computes with, and note what may explain a difference."""
-        at, note, sizes = where(), self.watcher.note, [each.size for each in found]
-        if len(column) == 1:  # each rank gets its own
-            return self.like(own, column[0]) if isinstance(own, Tensor) else own
-        statistics = [tag for each in found for tag in each.statistics if tag in self.differing]
-        if isinstance(own, str):
-            if any(part != own for part in column):
-                note(DataFinding.NOT_GIVEN, at)
-            return own
-        if not isinstance(own, Tensor) or all(part.ndim == 0 for part in (own, *column)):
-            self.check_number(own, column, sizes, statistics)
-            return own
-        if all(are_close(part, column[0]) for part in column):
-            if are_close(own, column[0]):
-                note(DataFinding.GIVEN, at)
-            elif own.shape == column[0].shape:
-                note(DataFinding.CHANGED, at)
-            return own
-        try:
-            merged = merge(column, sizes)
-        except CannotMergeError:
-            self.note_difference(statistics, at)
-            return own
-        self.local_counts |= {*map(float, sizes), float(len(column[0])), float(column[0].numel())}
-        if are_close(own, merged):
-            note(DataFinding.GIVEN, at)
-            return own
-        if statistics and own.shape == merged.shape:
-            self.note_difference(statistics, at)
-            return own
-        if own.shape == merged.shape and self.run.settings.mode != Mode.ORIGINAL:
-            note(DataFinding.OTHER, at)
-        note(DataFinding.LATE_INPUT if is_input else DataFinding.LATE, at)
-        return self.like(own, merged)
-
-    def note_difference(self, statistics: list[str], at: str) -> None:
-        if statistics:
-            self.watcher.note(DataFinding.STATISTIC, statistics[0])
-        else:
-            self.watcher.note(DataFinding.NOT_GIVEN, at)
-
-    def check_number(self, own: Any, column: list, sizes: list[int], statistics: list[str]) -> None:
-        """Compare a number that scales the loss: it may be the number of samples of one rank."""
-        numbers, value, at = [number_in(each) for each in column], number_in(own), where()
-        first = numbers[0]
-        if value is None or first is None or any(not are_close(n, first) for n in numbers):
-            self.note_difference(statistics, at)
-            return
-        if are_close(value, first):
-            self.local_counts |= {*map(float, sizes)}
-            counts = {count for count in self.local_counts if count > 1}
-            if counts & {value, round(1 / value, 9) if value else 0.0}:
-                self.watcher.note(DataFinding.LOCAL_NUMBER, at)
-        elif not are_close(value / (first or 1.0), sum(sizes) / sizes[0]):
-            self.watcher.note(DataFinding.CHANGED, at)
-
-
-def merge(values: list[Tensor], sizes: list[int]) -> Tensor:
-    """Interleave the rows of all ranks; CannotMergeError if they are no rows of samples."""
-    shapes = {value.shape[1:] for value in values}
-    if any(not value.ndim for value in values) or len(shapes) > 1:
-        raise CannotMergeError("other shapes on each rank")
-    return interleave(values, sizes)
-
-
-def differing_statistics(statistics_of_ranks: list[list[Statistic]]) -> set[str]:
-    values: dict[str, list[float]] = {}
-    for statistics in statistics_of_ranks:
-        for each in statistics:
-            values.setdefault(each.tag, []).append(each.value)
-    return {tag for tag, own in values.items() if any(not are_close(v, own[0]) for v in own)}
 
 
 def watch_threads(watcher: LoopWatcher) -> None:
