@@ -3,19 +3,33 @@
 Compared are the gradients of all steps, and the weights after the last one.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from prove.comparable import precision
+from prove.judge.distances import (
+    apart_by_step,
+    are_finite,
+    distance,
+    factor_between,
+    factor_in_words,
+    factor_of_moments,
+    gradients_apart,
+    has_gradient,
+    is_multiple,
+    name_of_farthest,
+    relative_distance,
+    weights_are_finite,
+    weights_differ,
+)
 from prove.judge.place import place_of_difference, place_of_loss
 from prove.judge.reasons import Phrase, Reason
-from prove.judge.replay import Gradients, Precision, Replay
+from prove.judge.replay import Precision, Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.steps import differ
 from prove.judge.table import NOT_SEEN, RIGHT, WARNING, WRONG, ProofRow, ReportRow
@@ -31,8 +45,6 @@ FEWEST_STEPS = 2  # that moved: Adam's first step is a sign
 WEIGHTS_LIMIT = 1e-5  # of what a step changes: rounding grows, and Adam divides by small gradients
 HIDDEN_FACTOR_LIMIT = 1e-2  # of that change: what the epsilon of Adam lets through of a factor
 
-
-Projections = Sequence[Projection | None]
 OF_OTHER_PARAMETERS = (ReplayReason.OTHER_SHAPE, ReplayReason.OTHER_PARAMETERS)
 
 
@@ -183,16 +195,11 @@ class Comparer:
             )
         else:
             states += self.states_after_last_step()
-        all_finite = takewhile(lambda state: all(map(are_finite, state)), states)
-        pairs = list(enumerate(pairwise(all_finite), start=1))
-        moved = {n: pair for n, pair in pairs if all(map(distance, *pair))}  # by step
-        facts: dict[str, Any] = {"apart": apart, "steps": len(moved), "at": self.at}
-        if len(moved) < FEWEST_STEPS:
+        states = [*takewhile(lambda state: all(map(are_finite, state)), states)]
+        by_step = apart_by_step(states)
+        facts: dict[str, Any] = {"apart": apart, "steps": len(by_step), "at": self.at}
+        if len(by_step) < FEWEST_STEPS:
             return not_compared(ReplayReason.TOO_FEW_STEPS, **facts)
-        by_step = {
-            n: distance(after[0], after[1]) / distance(before[0], after[0])
-            for n, (before, after) in moved.items()
-        }
         first = max(list(by_step.values())[:FIRST_STEPS])
         factor = factor_of_moments(self.steps[0]) if first <= HIDDEN_FACTOR_LIMIT else None
         if factor is not None:
@@ -207,7 +214,7 @@ class Comparer:
             return self.too_close(facts | {"apart": facts["weights_apart"]})
         facts |= {
             "weights_apart": by_step[step],
-            "most_in": self.farthest_parameter(*moved[step][1]),
+            "most_in": name_of_farthest(self.optimizer.names, *states[step]),
         }
         facts["epoch"] = self.steps[step - 1][0].epoch
         reason = ReplayReason.STEP_DIFFERS if inside else ReplayReason.AVERAGED_WEIGHTS_DIFFER
@@ -245,12 +252,6 @@ class Comparer:
             else own
             for own, *gradients in zip(weights, *of_steps, strict=True)
         ]
-
-    def farthest_parameter(self, ranks_gradients: Projections, one_gradients: Projections) -> str:
-        """The name of the parameter whose weight or gradient is farthest from that of one rank."""
-        pairs = zip(ranks_gradients, one_gradients, strict=False)
-        far = [abs(own[0] - one[0]) if own and one else 0.0 for own, one in pairs]
-        return self.optimizer.names[far.index(max(far))]
 
     def why_not_compared(self) -> Comparison | None:
         """Why the two runs cannot be compared."""
@@ -381,7 +382,8 @@ class Comparer:
     ) -> Comparison:
         batches = (ranks_step.epoch, ranks_step.batch), (one_step.epoch, one_step.batch)
         if batches[0] == batches[1] or self.replay.is_of_original:
-            facts |= {"most_in": self.farthest_parameter(ranks_step.gradients, one_step.gradients)}
+            gradients = ranks_step.gradients, one_step.gradients
+            facts |= {"most_in": name_of_farthest(self.optimizer.names, *gradients)}
             before = distance(ranks_step.weights_before, one_step.weights_before)
             change = distance(ranks_step.weights_after, self.steps[0][0].weights_before)
             if before > self.wrong_from * change:
@@ -418,22 +420,11 @@ class Comparer:
         if max(weights_apart) <= FLOAT64_WRONG:
             return self.too_close(facts | {"step": len(steps), "apart": max(weights_apart)})
         step = next(n for n, far in enumerate(weights_apart) if far > FLOAT64_WRONG)
-        most_in = self.farthest_parameter(*(own.weights_after for own in steps[step]))
+        both = [own.weights_after for own in steps[step]]
+        most_in = name_of_farthest(self.optimizer.names, *both)
         facts |= {"steps": step + 1, "weights_apart": weights_apart[step], "most_in": most_in}
         facts["epoch"] = steps[step][0].epoch
         return Comparison(Outcome.DIFFERENT, ReplayReason.WEIGHTS_OF_ONE_DIFFER, facts)
-
-
-def is_finite(value: float) -> bool:
-    return abs(value) < float("inf")
-
-
-def are_finite(projections: list[Projection]) -> bool:
-    return all(is_finite(value) for value, _ in projections)
-
-
-def weights_are_finite(pair: tuple[OptimizerStep, OptimizerStep]) -> bool:
-    return all(are_finite(step.weights_after) for step in pair)
 
 
 def other_change_between(
@@ -447,46 +438,6 @@ def other_change_between(
         and distance(ranks_step.weights_before, one_step.weights_before) > FLOAT64_WRONG * change
         for apart, (ranks_step, one_step) in zip(weights_apart, steps[1:], strict=False)
     )
-
-
-def has_gradient(step: OptimizerStep) -> bool:
-    """Has this step a gradient that is not zero?"""
-    return any(gradient and gradient[1] != 0 for gradient in step.gradients)
-
-
-def weights_differ(ranks_weights: list[list[Projection]]) -> bool:
-    """Do any of these weights differ between the ranks?"""
-    return any(differ(held) for held in zip(*ranks_weights, strict=False))
-
-
-def factor_of_moments(pair: tuple[OptimizerStep, OptimizerStep]) -> float | None:
-    """Find the factor between what step() has averaged and what one rank has.
-
-    The moments show it, also where the weights hide it. None: there is none, or not one for all
-    parameters.
-    """
-    for name in {name for moments in pair[0].moments for name in moments}:
-        both = [
-            (own[name], one[name])
-            for own, one in zip(pair[0].moments, pair[1].moments, strict=False)
-            if name in own and name in one and one[name][1] > 0
-        ]
-        factors = sorted(own[1] / one[1] for own, one in both)
-        if not factors or factors[-1] - factors[0] > 1e-3 * factors[-1]:
-            continue
-        is_linear = all(abs(own[0] - factors[0] * one[0]) <= 1e-3 * own[1] for own, one in both)
-        if is_linear and abs(factors[0] - 1) > 1e-3:
-            return factors[0]
-    return None
-
-
-def factor_between(pair: Gradients) -> float:
-    return float(pair.ranks_gradient @ pair.one_gradient / (pair.one_gradient @ pair.one_gradient))
-
-
-def is_multiple(pair: Gradients, factor: float, limit: float) -> bool:
-    distance_to_it = (pair.ranks_gradient - factor * pair.one_gradient).norm()
-    return bool(distance_to_it <= limit * abs(factor) * pair.one_gradient.norm())
 
 
 def comparisons(replay: Replay) -> list[Comparison]:
@@ -525,11 +476,7 @@ def compare_by_model(replay: Replay, at: str) -> Comparison | None:
         [[run[count][key] for key in keys] for run in (ranks_weights, one_weights)]
         for count in counts
     ]
-    by_step = {
-        n: distance(*after) / distance(before[0], after[0])
-        for n, (before, after) in enumerate(pairwise(states), start=1)
-        if all(map(distance, before, after))
-    }
+    by_step = apart_by_step(states)
     if len(by_step) < FEWEST_STEPS or distance(*states[0]) > 0:
         return None
     apart = max(by_step.values())
@@ -539,8 +486,7 @@ def compare_by_model(replay: Replay, at: str) -> Comparison | None:
     if apart <= HIDDEN_FACTOR_LIMIT:
         return None
     step = next(n for n, value in by_step.items() if value > HIDDEN_FACTOR_LIMIT)
-    far = [abs(own - one) for (own, _), (one, _) in zip(*states[step], strict=True)]
-    most_in = keys[far.index(max(far))].partition(": ")[2]
+    most_in = name_of_farthest(keys, *states[step]).partition(": ")[2]
     facts |= {"step": step, "most_in": most_in, "weights_apart": by_step[step]}
     return Comparison(Outcome.DIFFERENT, ReplayReason.STEP_DIFFERS, facts)
 
@@ -564,35 +510,3 @@ def worst(compared: list[Comparison]) -> Outcome:
 
 def farthest(compared: list[Comparison]) -> float:
     return max(map(apart_of, compared), default=0.0)
-
-
-def relative_distance(pair: Gradients) -> float:
-    return float(
-        (pair.ranks_gradient - pair.one_gradient).norm() / (pair.one_gradient.norm() + 1e-30)
-    )
-
-
-def distance(projections: list, others: list) -> float:
-    """Measure how far two lists of tensors are apart, as far as their projections tell."""
-    pairs = zip(projections, others, strict=False)
-    return float(sum((value - other) ** 2 for (value, _), (other, _) in pairs) ** 0.5)
-
-
-def gradients_apart(gradients: list, others: list) -> float:
-    """How far two gradients are apart, in units of their length."""
-    pairs = zip(gradients, others, strict=False)
-    known = [pair for pair in pairs if None not in pair]
-    length = sum(norm**2 for _, (_, norm) in known) ** 0.5
-    return distance([own for own, _ in known], [other for _, other in known]) / (length or 1.0)
-
-
-def factor_in_words(factor: float, world_size: int) -> str:
-    n = world_size
-    names = {n: f"{n} times", 1 / n: f"1/{n} of", n**2: f"{n**2} times"}
-    near = [name for value, name in names.items() if abs(factor - value) < 1e-3 * value]
-    return near[0] if near else f"{factor:.4g} times"
-
-
-def numbers_differ(values: list[float], others: list[float], limit: float = 1e-6) -> bool:
-    pairs = zip(values, others, strict=False)
-    return any(abs(value - other) > limit * (abs(value) + abs(other)) for value, other in pairs)

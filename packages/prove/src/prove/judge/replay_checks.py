@@ -3,14 +3,8 @@
 import re
 from typing import Any, NamedTuple
 
-from prove.judge.compare_steps import (
-    Comparison,
-    Outcome,
-    distance,
-    gradients_apart,
-    not_compared,
-    numbers_differ,
-)
+from prove.judge.compare_steps import Comparison, Outcome, not_compared
+from prove.judge.distances import distance, gradients_apart, numbers_differ
 from prove.judge.reasons import Phrase, Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from prove.judge.compare_steps import numbers_differ
+from prove.judge.distances import numbers_differ
 from prove.judge.reasons import Phrase
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason

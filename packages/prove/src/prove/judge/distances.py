@@ -1,0 +1,113 @@
+"""How far are two gradients, weights or numbers apart, and is one a multiple of the other?
+
+Of weights and of later gradients, only their projections are known: see model_tensors.project.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from prove.judge.replay import Gradients
+from prove.judge.steps import differ
+from prove.rank_record import OptimizerStep, Projection
+
+Projections = Sequence[Projection | None]
+
+
+def distance(projections: list, others: list) -> float:
+    """Measure how far two lists of tensors are apart, as far as their projections tell."""
+    pairs = zip(projections, others, strict=False)
+    return float(sum((value - other) ** 2 for (value, _), (other, _) in pairs) ** 0.5)
+
+
+def apart_by_step(states: Sequence[Sequence[list[Projection]]]) -> dict[int, float]:
+    """How far the weights of both runs are apart after each step that moved them, in its change.
+
+    states: before each step and after the last one, the weights of all ranks and those of one.
+    """
+    return {
+        n: distance(*after) / distance(before[0], after[0])
+        for n, (before, after) in enumerate(pairwise(states), start=1)
+        if all(map(distance, before, after))
+    }
+
+
+def name_of_farthest(names: list[str], projections: Projections, others: Projections) -> str:
+    """The name of the tensor whose projections are farthest apart."""
+    pairs = zip(projections, others, strict=False)
+    far = [abs(own[0] - other[0]) if own and other else 0.0 for own, other in pairs]
+    return names[far.index(max(far))]
+
+
+def gradients_apart(gradients: list, others: list) -> float:
+    """How far two gradients are apart, in units of their length."""
+    pairs = zip(gradients, others, strict=False)
+    known = [pair for pair in pairs if None not in pair]
+    length = sum(norm**2 for _, (_, norm) in known) ** 0.5
+    return distance([own for own, _ in known], [other for _, other in known]) / (length or 1.0)
+
+
+def relative_distance(pair: Gradients) -> float:
+    return float(
+        (pair.ranks_gradient - pair.one_gradient).norm() / (pair.one_gradient.norm() + 1e-30)
+    )
+
+
+def numbers_differ(values: list[float], others: list[float], limit: float = 1e-6) -> bool:
+    pairs = zip(values, others, strict=False)
+    return any(abs(value - other) > limit * (abs(value) + abs(other)) for value, other in pairs)
+
+
+def are_finite(projections: list[Projection]) -> bool:
+    return all(math.isfinite(value) for value, _ in projections)
+
+
+def weights_are_finite(pair: tuple[OptimizerStep, OptimizerStep]) -> bool:
+    return all(are_finite(step.weights_after) for step in pair)
+
+
+def has_gradient(step: OptimizerStep) -> bool:
+    """Has this step a gradient that is not zero?"""
+    return any(gradient and gradient[1] != 0 for gradient in step.gradients)
+
+
+def weights_differ(ranks_weights: list[list[Projection]]) -> bool:
+    """Do any of these weights differ between the ranks?"""
+    return any(differ(held) for held in zip(*ranks_weights, strict=False))
+
+
+def factor_between(pair: Gradients) -> float:
+    return float(pair.ranks_gradient @ pair.one_gradient / (pair.one_gradient @ pair.one_gradient))
+
+
+def is_multiple(pair: Gradients, factor: float, limit: float) -> bool:
+    distance_to_it = (pair.ranks_gradient - factor * pair.one_gradient).norm()
+    return bool(distance_to_it <= limit * abs(factor) * pair.one_gradient.norm())
+
+
+def factor_of_moments(pair: tuple[OptimizerStep, OptimizerStep]) -> float | None:
+    """Find the factor between what step() has averaged and what one rank has.
+
+    The moments show it, also where the weights hide it. None: there is none, or not one for all
+    parameters.
+    """
+    for name in {name for moments in pair[0].moments for name in moments}:
+        both = [
+            (own[name], one[name])
+            for own, one in zip(pair[0].moments, pair[1].moments, strict=False)
+            if name in own and name in one and one[name][1] > 0
+        ]
+        factors = sorted(own[1] / one[1] for own, one in both)
+        if not factors or factors[-1] - factors[0] > 1e-3 * factors[-1]:
+            continue
+        is_linear = all(abs(own[0] - factors[0] * one[0]) <= 1e-3 * own[1] for own, one in both)
+        if is_linear and abs(factors[0] - 1) > 1e-3:
+            return factors[0]
+    return None
+
+
+def factor_in_words(factor: float, world_size: int) -> str:
+    n = world_size
+    names = {n: f"{n} times", 1 / n: f"1/{n} of", n**2: f"{n**2} times"}
+    near = [name for value, name in names.items() if abs(factor - value) < 1e-3 * value]
+    return near[0] if near else f"{factor:.4g} times"
