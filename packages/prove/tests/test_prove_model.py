@@ -1,11 +1,11 @@
 """prove judges a model: its gradients, its random numbers, its schedule, and what it decides."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
-from prove.checks import averaged_gradients
-from prove.checks.base import Seen
+from prove.checks import CHECKS, averaged_gradients
+from prove.checks.base import Check, Seen
 from prove.judge.compare_steps import FLOAT64_LIMIT, Comparer, Comparison, Outcome, worst
 from prove.judge.reasons import Phrase, Reason
 from prove.judge.replay import Precision
@@ -310,3 +310,27 @@ def test_a_sum_over_the_ranks_that_has_no_backward_is_named_with_its_line(prove_
     ended = prove_script(of_sum)
     assert verdict(ended, "one rank") == "WRONG", ended.stdout
     assert "has no backward" not in ended.stdout
+
+
+def test_the_order_of_the_checks_is_only_that_of_their_rows():
+    def step(rank: int, number: int) -> OptimizerStep:
+        weights = [[(float(rank * n), 1.0)] for n in (number, number + 1)]
+        return OptimizerStep(
+            "train.py:8", number, 0, 4, [0.1], 1.0, "torch.float64", weights[0],
+            [(1.0 + rank, 1.0)], [1.0 + rank], True, weights[1],
+        )  # fmt: skip
+
+    def rows(checks: Iterable[Check]) -> list[str]:
+        records = [RankRecord(rank=rank, world_size=2) for rank in (0, 1)]
+        for record in records:
+            steps = [step(record.rank, number) for number in (1, 2, 3)]
+            names = {"names": ["weight"], "keys": [""]}
+            record.optimizers = [OptimizerRecord("train.py:8", False, steps=steps, **names)]
+        seen = Seen(RunOutcome(0, "", False, False, records, 1.0))
+        of_checks = {check: seen.rows_of(check) for check in checks}
+        return [f"{row.verdict} {row.check}" for check in CHECKS for row in of_checks[check]]
+
+    in_order = rows(CHECKS)
+    assert rows(reversed(CHECKS)) == in_order
+    assert {"WRONG weights", "WRONG averaged gradients"} <= {*in_order}
+    assert "WRONG zero_grad" not in in_order, "it asks the check of averaged gradients"

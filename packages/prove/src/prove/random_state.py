@@ -58,12 +58,8 @@ def worker_drew() -> bool:
     drew = not torch.equal(fresh, torch.get_rng_state())
     drew |= random.getstate() != random.Random(worker.seed).getstate()
     if numpy_random():
-        try:
-            numbers = torch.utils.data._utils.worker._generate_state(
-                worker.seed - worker.id, worker.id
-            )
-        except AttributeError:  # another version of torch
-            return True
+        generate = torch.utils.data._utils.worker._generate_state
+        numbers = generate(worker.seed - worker.id, worker.id)
         _, keys, position, *_ = numpy_random().get_state()
         _, fresh_keys, fresh_position, *_ = numpy_random().RandomState(numbers).get_state()
         drew |= position != fresh_position or bool((keys != fresh_keys).any())

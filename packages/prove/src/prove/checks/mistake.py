@@ -1,5 +1,6 @@
 """A mistake that is planted in a script: what a check must find, and with which verdict."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -18,24 +19,17 @@ class Mistake:
     original: tuple[tuple[str, str], ...] = ()
 
 
-def plain(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
-    return Mistake(name, "plain", verdict, check, changes)
+def planted_in(script: str) -> Callable[..., Mistake]:
+    """Make a function that plants mistakes in one of these scripts."""
+
+    def plant(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
+        return Mistake(name, script, verdict, check, changes)
+
+    return plant
 
 
-def accumulate(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
-    return Mistake(name, "accumulate", verdict, check, changes)
-
-
-def amp(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
-    return Mistake(name, "amp", verdict, check, changes)
-
-
-def iterable(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
-    return Mistake(name, "iterable", verdict, check, changes)
-
-
-def own_step(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
-    return Mistake(name, "own_step", verdict, check, changes)
+plain, accumulate, amp = planted_in("plain"), planted_in("accumulate"), planted_in("amp")
+iterable, own_step = planted_in("iterable"), planted_in("own_step")
 
 
 # What several mistakes replace in plain.py, and by what
