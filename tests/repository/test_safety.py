@@ -19,7 +19,7 @@ TRUSTED = {  # how often each of these reads what its own processes have written
     "watch/batches.py": 1,
     # The batches of the user's script, in a process of that script.
     "watch/feeder.py": 2,
-    "watch/sources.py": 1,
+    "watch/loop_feeder.py": 1,
     # What a rank of the replay has drawn, in the judge: only the user's script wrote to its folder.
     "judge/replay.py": 1,
     # Plain values that ranks send to each other.
