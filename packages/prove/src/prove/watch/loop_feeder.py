@@ -5,7 +5,7 @@ the sources give the rows of all ranks, and each meeting is checked: are its dat
 """
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from prove.watch.batches import CannotMergeError, interleave
 from prove.watch.draws import is_number, without_places
 from prove.watch.feeder import Feeder, batch_of_forward
 from prove.watch.rank_run import RankRun, where
-
-if TYPE_CHECKING:
-    from prove.watch.loop_watcher import LoopWatcher
 
 
 class SourceKey(NamedTuple):
@@ -70,7 +67,8 @@ def are_close(value: Any, other: Any) -> bool:
 class LoopFeeder:
     """Gives a replay what the sources and the meetings of all ranks had."""
 
-    def __init__(self, run: RankRun, feeder: Feeder, watcher: "LoopWatcher") -> None:
+    def __init__(self, run: RankRun, feeder: Feeder, watcher: Any) -> None:
+        """watcher: the LoopWatcher of this rank, which has made this object."""
         self.run, self.feeder, self.watcher = run, feeder, watcher
         settings = run.settings
         ranks = range(settings.world_size)

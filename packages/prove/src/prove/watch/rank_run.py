@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import wraps
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,6 @@ from prove.rank_record import (
     record_file,
     tensors_file,
 )
-
-if TYPE_CHECKING:
-    from prove.watch.model import ModelWatcher
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PACKAGE = os.path.dirname(HERE)
@@ -150,7 +147,7 @@ class RankRun:
         self.in_second_epoch = False
         self.running_modules: list[torch.nn.Module] = []  # that compute forward, the innermost last
         self.current_loader_pass: LoaderPass | None = None  # the one that gave the last batch
-        self.models: ModelWatcher  # which knows the modules of this rank
+        self.models: Any  # a ModelWatcher, which knows the modules of this rank
         self.at_end: list[Callable[[], None]] = []  # called to complete the record and the tensors
         self.writing = threading.Lock()
         self.begin_in_this_process()
