@@ -1,12 +1,16 @@
 """Mistakes of the training as a whole, and what looks like a mistake and is none: each is planted
-alone in one of the five scripts beside this file, which are right.
+alone in one of right_scripts.
 
-A mistake of which one check speaks stands with this check, as PLANTED; here are also those that
-spoil a right variant of own_step.py.
+A mistake of which one check speaks stands with this check, as PLANTED.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
+from evidence.case import Case
+from evidence.changes import replace_once
+from evidence.run_prove import RIGHT, TORCHRUN, WARNING, WRONG
+from prove.checks import CHECKS
 from prove.checks.mistake import (
     AVERAGE,
     LOADING,
@@ -23,7 +27,8 @@ from prove.checks.mistake import (
     plain,
 )
 
-RIGHT, WRONG, WARNING = "right", "WRONG", "warning"
+SCRIPTS = Path(__file__).parent / "right_scripts"
+RANKS = (1, 2, 3)  # these five are judged on so many, as they are
 ONE_GPU = (  # plain.py becomes the script that it was made from
     ('    dist.init_process_group("gloo")\n', ""),
     ("dist.get_rank(), dist.get_world_size()", "0, 1"),
@@ -326,3 +331,34 @@ HARMLESS = [
              ("        sampler.set_epoch", "        if epoch == 2:\n            model.requires_grad_(True)\n"
               "            ddp = nn.parallel.DistributedDataParallel(model)\n        sampler.set_epoch")),
 ]  # fmt: skip
+
+
+def right_script(name: str) -> str:
+    """Read one of the scripts that mistakes are planted into."""
+    return (SCRIPTS / f"{name}.py").read_text()
+
+
+def planted_mistakes() -> list[Mistake]:
+    """List all planted mistakes, and what looks like a mistake and is none."""
+    return [*MISTAKES, *(each for check in CHECKS for each in check.planted), *HARMLESS]
+
+
+def planted_cases() -> dict[str, Case]:
+    """Make a case of each mistake in its script, and of each script alone."""
+    patience = "--timeout=20"
+    cases = []
+    for mistake in planted_mistakes():
+        script = right_script(mistake.script)
+        options, files = [patience], {}
+        if mistake.original:
+            options.append("--original=torchrun --nproc-per-node=1 single.py")
+            files["single.py"] = replace_once(script, *mistake.original)
+        changed = replace_once(script, *mistake.changes)
+        says = mistake.verdict, mistake.check
+        cases.append(Case(mistake.name, changed, *says, options=tuple(options), files=files))
+    for file in sorted(SCRIPTS.glob("*.py")):
+        for ranks in RANKS:
+            command = (*TORCHRUN[:-1], f"--nproc-per-node={ranks}", "train.py")
+            name = f"clean {file.stem}, {ranks} ranks"
+            cases.append(Case(name, file.read_text(), command=command, options=(patience,)))
+    return {case.name: case for case in cases}
