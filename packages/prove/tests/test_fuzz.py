@@ -36,17 +36,9 @@ def count(kind: str, seeds: list[int], *options: str) -> dict[int, dict]:
     """Return what the command writes down of each seed."""
     with tempfile.TemporaryDirectory(prefix="counted-") as folder:
         file = Path(folder, "results.json")
-        command = [
-            sys.executable,
-            "-m",
-            "evidence",
-            kind,
-            *map(str, seeds),
-            f"--json={file}",
-            *options,
-        ]
+        command = [sys.executable, "-m", "evidence", kind, *map(str, seeds), f"--json={file}"]
         how = {"capture_output": True, "text": True, "timeout": patience(10 * SECONDS)}
-        ended = subprocess.run(command, cwd=PACKAGE, **how)
+        ended = subprocess.run([*command, *options], cwd=PACKAGE, **how)
         assert file.exists(), f"{ended.returncode}: {(ended.stdout + ended.stderr)[-2000:]}"
         written = json.loads(file.read_text())["cases"]
     counted = {int(seed): case for seed, case in written.items()}

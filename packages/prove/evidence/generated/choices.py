@@ -22,8 +22,10 @@ WITH_DDP = (
 IN_STEP = ("in step", "owned in step", "orthogonal in step")  # of the script's own optimizer
 ELSEWHERE = (*IN_STEP, "fused in backward", "weights after step")
 # Who makes the step: an optimizer, or the script itself.
-USUAL = ("sgd", "sgd, weight decay", "adam", "foreach", "adamw, groups", "rmsprop")
-USUAL += ("plain sgd", "adagrad")
+USUAL = (
+    *("sgd", "sgd, weight decay", "adam", "foreach", "adamw, groups", "rmsprop"),
+    *("plain sgd", "adagrad"),
+)
 UPDATES = ("p -= lr * grad", "p.data.add_", "_foreach_add_", "momentum by hand")
 OF_AUTOGRAD = ("autograd.grad", "torch.func")  # these do not use p.grad
 NO_MOMENTUM = ("adamw, groups", "rmsprop", "ZeRO adam", "ZeRO sgd", "plain sgd", "adagrad", "own")

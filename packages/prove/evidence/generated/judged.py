@@ -10,7 +10,8 @@ import sys
 from evidence.case import Case, Counted, judge, run_case
 from evidence.generated.mistakes import MISTAKES, plantable
 from evidence.generated.oracle import DIFFERS, DIVERGED, weights_of_one_process, weights_of_ranks
-from evidence.generated.script import Change, Script, generate
+from evidence.generated.parts import Change
+from evidence.generated.script import Script, generate
 from evidence.run_prove import RIGHT, WARNING, WRONG
 from evidence.traces import FailedError, distance
 

@@ -8,7 +8,8 @@ import sys
 from functools import partial
 
 from evidence.generated.choices import BY_HAND, IN_STEP, OF_AUTOGRAD, WITH_DDP
-from evidence.generated.script import MISTAKE_OF_LOSS, Change, Parts, generate
+from evidence.generated.parts import MISTAKE_OF_LOSS, Change, Parts
+from evidence.generated.script import generate
 
 LEFT_OUT = "getattr(p, 'is_left_out', False)"
 HOOK = """

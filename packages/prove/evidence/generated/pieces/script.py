@@ -1,5 +1,15 @@
 # The parts of a script, and how they are written: as functions, a class, one module.
 
+# %% constants
+EPOCHS, LR = 3, 0.1
+# %% constants, if batch size is per rank
+BATCH = 8  # on each rank
+# %% constants, if batch size is global
+GLOBAL_BATCH = 16
+# %% constants
+STEPS = BATCHES_IN_AN_EPOCH  # batches in an epoch
+ACCUMULATE = BATCHES_IN_A_STEP
+
 # Before the first epoch.
 
 # %% data
@@ -53,31 +63,27 @@ lr = LR
 # %% RATE, if lr by hand is LR * 0.9**epoch
 lr = LR * 0.9**epoch
 
-# %% evaluation, if evaluation is strided
+# %% evaluation, if evaluation is strided or rank 0 or rank 0, broadcast
 BUFFERS
 net.eval()
 totals = torch.zeros(2)
+TEST_ON_RANKS
+SHARE_TOTALS
+net.train()
+val_loss = totals[0] / TESTED
+# %% TEST_ON_RANKS, if evaluation is strided
 TEST
+# %% TEST_ON_RANKS, if evaluation is rank 0 or rank 0, broadcast
+if rank == 0:
+    TEST
+# %% SHARE_TOTALS, if evaluation is strided
 dist.all_reduce(totals)
-net.train()
-val_loss = totals[0] / totals[1]
-# %% evaluation, if evaluation is rank 0
-BUFFERS
-net.eval()
-totals = torch.zeros(2)
-if rank == 0:
-    TEST
-net.train()
-val_loss = totals[0] / totals[1].clamp(min=1)
-# %% evaluation, if evaluation is rank 0, broadcast
-BUFFERS
-net.eval()
-totals = torch.zeros(2)
-if rank == 0:
-    TEST
+# %% SHARE_TOTALS, if evaluation is rank 0, broadcast
 dist.broadcast(totals, src=0)
-net.train()
-val_loss = totals[0] / totals[1]
+# %% TESTED, if evaluation is strided or rank 0, broadcast
+totals[1]
+# %% TESTED, if evaluation is rank 0
+totals[1].clamp(min=1)
 # %% BUFFERS
 for buffer in net.buffers():
     dist.broadcast(buffer, src=0)
