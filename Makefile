@@ -12,7 +12,7 @@ STAGES := $(sort $(dir $(wildcard 0*_*/train.py beyond/*/train.py)))
 TYPED := $(wildcard conftest.py common/*.py local_ranks/*.py tests/helpers/*.py notebooks/*.py)
 TYPED += $(wildcard benchmarks/*.py benchmarks/*/*.py docs/tools/*.py docs/pictures/*.py)
 TYPED += $(wildcard 0*_*/[!0-9]*.py 0*_*/*/[!0-9]*.py beyond/*/[!0-9]*.py)
-TYPED += $(wildcard packages/*/src/*/*.py packages/*/evidence/*.py)
+TYPED += $(wildcard packages/*/src/*/*.py packages/*/evidence/*.py packages/*/evidence/generated/*.py)
 TYPED += $(wildcard $(addprefix packages/prove/src/prove/,checks/*.py judge/*.py watch/*.py))
 TYPED := $(filter-out %/train.py %/minimal.py, $(TYPED))
 

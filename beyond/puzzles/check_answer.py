@@ -28,11 +28,11 @@ from typing import NamedTuple
 from common.options import Parser, UsageError, exit_on, int_at_least
 from local_ranks.chapters import ROOT
 
-sys.path.append(str(ROOT / "packages" / "prove" / "evidence"))
+sys.path.append(str(ROOT / "packages" / "prove"))
 
-from cases import NOT_SEEN, PROOF, WARNING, WRONG, Story, stories
-from run_prove import Answer, run_prove
-from traces import FailedError, Start, Trace, traces
+from evidence.reported import Story, stories
+from evidence.run_prove import NOT_SEEN, PROOF, WARNING, WRONG, Answer, run_prove
+from evidence.traces import FailedError, Start, Trace, traces
 
 RUNS = ROOT / "runs" / "puzzles"
 COST = ROOT / "benchmarks" / "results" / "puzzles.json"

@@ -2,18 +2,20 @@
 
 Each case is in one of the first counts, reported_before.json and reported_before_second.json in
 results, which were made before prove was changed for any of their cases and are not made again.
-Nor is reported_torch_debug.json, which is what TORCH_DISTRIBUTED_DEBUG=DETAIL prints for the cases
-of the first; its program is in commit 6fc7624.
+Nor is reported_torch_distributed_debug.json: what TORCH_DISTRIBUTED_DEBUG=DETAIL prints for the
+cases of the first. Its program is in commit 6fc7624.
 """
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
-from cases import HERE, Story, stories
-from judge import said_of_cure, said_of_mistake
-from run_prove import Answer
+from evidence.case import said_of_cure, said_of_mistake
+from evidence.reported import Story, stories
+from evidence.run_prove import Answer
 
+HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "results", HERE / "reported.md"
 FIRST_COUNTS = ("reported_before", "reported_before_second")  # each case is in one of them
 INTRODUCTION = """\
@@ -29,7 +31,7 @@ that communicate in `step()`, complex and sparse gradients, and rollouts instead
 mistake is *seen* if prove says WRONG or gives a warning that the cured script has not. WRONG for \
 the cured script is a false alarm, and the script is *proven* if its row `one rank` is right.
 
-`python packages/prove/evidence/count.py reported` counts again, and writes this page.
+`cd packages/prove && python -m evidence reported` counts again, and writes this page.
 """
 DEBUGGED = """\
 `TORCH_DISTRIBUTED_DEBUG=DETAIL` (torch {torch}), which checks that collectives match, says \
@@ -124,7 +126,7 @@ def report_link(story: Story) -> str:
 
 def page() -> str:
     firsts = [load(name) for name in FIRST_COUNTS]
-    counted, debugged = load("reported"), load("reported_torch_debug")
+    counted, debugged = load("reported"), load("reported_torch_distributed_debug")
     before = pairs(firsts[0]) | pairs(firsts[1])
     now = pairs(counted)
     known = stories("reported-50", "reported-20")

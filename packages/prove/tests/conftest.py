@@ -6,15 +6,13 @@ In the repository around the package, the conftest.py there says the second for 
 import multiprocessing
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1]
-sys.path.insert(0, str(PACKAGE / "evidence"))  # for `cases`
+from prove_runs import PRELOADED, TORCHRUN, run
 
-from prove_runs import PRELOADED, TORCHRUN, run  # noqa: E402
+PACKAGE = Path(__file__).parents[1]
 
 
 def pytest_configure(config: pytest.Config) -> None:

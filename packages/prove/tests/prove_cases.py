@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from cases import replace_once, right_script
+from evidence.changes import replace_once
+from evidence.planted import right_script
 
 PACKAGE = Path(__file__).parents[1]
 

@@ -6,23 +6,24 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-import break_scripts
-import loaders
-import oracle
-from generate import generate, imports_of, nested
+from evidence.generated import oracle
+from evidence.generated.cells import fill
+from evidence.generated.choices import INDEXED, LOADERS
+from evidence.generated.judged import changed_weights
+from evidence.generated.loader import loader
+from evidence.generated.mistakes import plantable
+from evidence.generated.script import generate, imports_of
+from prove_cases import PACKAGE
 from prove_runs import SECONDS, patience
-from tasks import Choices, Task
 
-COUNT = Path(__file__).parents[1] / "evidence" / "count.py"
-STYLES = (*loaders.STYLES, *loaders.INDEXED)
+STYLES = (*LOADERS, *INDEXED)
 
 SEEDS = [0, 1, 3, 4, 6, 9, 31, 32, 41, 53, 55, 76, 89, 109, 111, 120, 125, 132, 163, 171, 232]
 SEEDS += [245, 255, 256, 270, 275, 293, 296, 297, 299]
-# prove judges few of them, and `python evidence/count.py generated` all 300.
+# prove judges few of them, and `python -m evidence generated` all 300.
 JUDGED = [1, 3, 6, 9, 41, 53, 89, 125, 297]
 NOT_PROVEN = [41]  # a loop without a loader: how many samples a list of indices has
 WITH_FAULT = [1, 31, 55]
@@ -31,13 +32,13 @@ PIECES = "task data workers collate averaging optimizer precision accumulation s
 PIECES += "evaluation saving launcher"
 
 
-def count(kind: str, seeds: list[int]) -> dict[int, dict]:
+def count(kind: str, seeds: list[int], *options: str) -> dict[int, dict]:
     """Return what the command writes down of each seed."""
     with tempfile.TemporaryDirectory(prefix="counted-") as folder:
         file = Path(folder, "results.json")
-        command = [sys.executable, str(COUNT), kind, *map(str, seeds), "--json", str(file)]
+        command = [sys.executable, "-m", "evidence", kind, *map(str, seeds), f"--json={file}"]
         how = {"capture_output": True, "text": True, "timeout": patience(10 * SECONDS)}
-        ended = subprocess.run(command, **how)
+        ended = subprocess.run([*command, *options], cwd=PACKAGE, **how)
         assert file.exists(), f"{ended.returncode}: {(ended.stdout + ended.stderr)[-2000:]}"
         written = json.loads(file.read_text())["cases"]
     counted = {int(seed): case for seed, case in written.items()}
@@ -52,8 +53,8 @@ def test_right_scripts_are_not_called_wrong():
 
 
 def test_the_same_scripts_with_a_local_divisor_are_called_wrong():
-    counted = count("faulty", WITH_FAULT)
-    assert {case["outcome"] for case in counted.values()} == {"found as WRONG"}
+    counted = count("broken", WITH_FAULT, "--mistake=local divisor")
+    assert {case["outcome"] for case in counted.values()} == {"WRONG"}
     assert not {*WITH_FAULT} & {*NOT_PROVEN}
 
 
@@ -70,14 +71,14 @@ def test_a_planted_mistake_is_called_wrong_and_begins_with_the_weights():
     counted = count("broken", [*PLANTED])
     assert {seed: case["kind"] for seed, case in counted.items()} == PLANTED
     assert {case["outcome"] for case in counted.values()} == {"WRONG"}
-    no_change = break_scripts.changed_weights(0, lambda parts, plan, task: None)
+    no_change = changed_weights(0, lambda parts: None)
     assert no_change < oracle.LIMIT < oracle.DIFFERS
 
 
 def test_a_mistake_is_planted_only_where_it_has_a_place():
     complex_seed = next(seed for seed in PLANTED if generate(seed).pieces["task"] == "complex")
-    assert break_scripts.plantable(complex_seed, "dtype")
-    assert not break_scripts.plantable(0, "dtype")
+    assert "dtype" in plantable(complex_seed)
+    assert "dtype" not in plantable(0)
 
 
 def test_the_chosen_have_every_piece_that_a_script_can_have():
@@ -89,18 +90,6 @@ def test_the_chosen_have_every_piece_that_a_script_can_have():
     assert of_all == of_chosen
     assert {*JUDGED} <= {*SEEDS}
     assert generate(7).text == generate(7).text != generate(20).text
-
-
-class OneStyle(Choices):
-    """This style of loader, with one worker count, and rank and world said."""
-
-    def __init__(self, style: str, workers: str) -> None:
-        super().__init__(0)
-        self.random = SimpleNamespace(random=lambda: 0.0)
-        self.wanted = {"data": style, "workers": workers}
-
-    def __call__(self, name: str, *options: str) -> str:
-        return self.wanted[name]
 
 
 DEALT = """
@@ -116,22 +105,25 @@ class Numbers(Dataset):
 
 train_set, dealt = Numbers(), []
 """
+SETTINGS = "rank, world, GLOBAL_BATCH, STEPS = {}, 2, 16, 4"
+LOOP = """
+for epoch in range(2):
+    EPOCH
+    dealt.append([])
+    for batch in BATCHES:
+        INDEX
+        dealt[-1] += batch[0].tolist()
+"""
 
 
 def dealt_samples(rank: int, style: str, workers: str, folder: Path) -> list[list[int]]:
     """List the samples that this rank gets from its loader in each epoch."""
-    task = Task([], [], [], "", tensors="train_set.x, train_set.y")
-    own = loaders.loader(OneStyle(style, workers), task, "GLOBAL_BATCH // world", False, True)
-    body = [*own.index, "dealt[-1] += batch[0].tolist()"]
-    loop = [*own.epoch, "dealt.append([])", *nested(body, f"for batch in {own.batches}:")]
-    lines = [
-        *own.prelude,
-        DEALT,
-        f"rank, world, GLOBAL_BATCH, STEPS = {rank}, 2, 16, 4",
-        *own.setup,
-        *nested(loop, "for epoch in range(2):"),
-    ]
-    text = "\n".join(lines)
+    made = {"data": style, "workers": workers, "batch size": "global"}
+    made |= {"pin memory": "not said", "rank": "said"}
+    own = loader(made, "train_set.x, train_set.y", collate="", is_reference=False)
+    holes = {"EPOCH": own.epoch, "INDEX": own.index, "BATCHES": own.batches}
+    parts = (*own.classes, DEALT, SETTINGS.format(rank), own.setup, fill(LOOP, holes))
+    text = "\n".join(parts)
     file = folder / f"deal_{rank}.py"
     file.write_text("\n".join([*imports_of(text), text]))
     return runpy.run_path(str(file))["dealt"]

@@ -9,17 +9,16 @@ from pathlib import Path
 
 import pytest
 
-import cases
 import prove
-from planted_mistakes import ONE_GPU
+from evidence.planted import ONE_GPU, planted_cases
 from prove.checks import CHECKS
 from prove.judge.table import ProofRow
 from prove_cases import PACKAGE, planted, training_of
 from prove_runs import TORCHRUN, run, verdict
 
-PLANTED = cases.planted_cases()
+PLANTED = planted_cases()
 # Some of each script that mistakes are planted into, and of each check that no other test asks for,
-# with what prove says. `python evidence/count.py planted` judges all of them, for minutes.
+# with what prove says. `python -m evidence planted` judges all of them, for minutes.
 CHOSEN = {
     "layers that DDP has not been told of begin to train": "so DDP does not average it",
     "rank 0 counts more": "a weighted sum over the ranks, which count 0.75, 0.25 times",

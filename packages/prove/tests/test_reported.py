@@ -6,8 +6,9 @@ import shutil
 
 import pytest
 
-import reported_page
-from cases import Story, apply_diff, stories, story, story_case
+from evidence import reported_page
+from evidence.changes import apply_diff
+from evidence.reported import Story, stories, story
 from prove_runs import run
 
 SETS = {"reported-50": "reported_before", "reported-20": "reported_before_second"}
@@ -36,7 +37,7 @@ def test_each_pair_was_counted():
         assert len(stories(name)) == int(name.removeprefix("reported-"))
         counted = {*reported_page.load(results)["cases"]}
         assert {story.name for story in stories(name)} == counted
-    debugged = {*reported_page.load("reported_torch_debug")["cases"]}
+    debugged = {*reported_page.load("reported_torch_distributed_debug")["cases"]}
     assert debugged == {story.name for story in stories("reported-50")}
 
 
@@ -58,7 +59,7 @@ def test_a_cure_is_put_in_at_one_place_only():
 
 @pytest.mark.parametrize("name", REPRESENTATIVES)
 def test_prove_repeats_the_verdicts_that_were_counted(name, tmp_path):
-    case, counted = story_case(story(name)), reported_page.load("reported")["cases"][name]
+    case, counted = story(name).case, reported_page.load("reported")["cases"][name]
     for kind, script in (("script", case.script), ("cure", case.cure)):
         (tmp_path / "train.py").write_text(script)
         run(tmp_path, "--json=table.json", *case.command)

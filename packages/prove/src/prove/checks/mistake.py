@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mistake:
-    """A list of texts to replace in one of the scripts of packages/prove/evidence/planted.
+    """A list of texts to replace in one of the scripts of packages/prove/evidence/right_scripts.
 
     With an original, which is also a list of texts to replace, prove compares the script with that.
     """

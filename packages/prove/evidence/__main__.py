@@ -1,14 +1,13 @@
-"""What does prove say of the scripts in this folder, whose mistakes we know?
+"""What does prove say of the scripts in this folder, whose mistakes we know? From packages/prove:
 
-    python packages/prove/evidence/count.py planted               # all that were planted
-    python packages/prove/evidence/count.py planted no set_epoch  # with these words in the name
-    python packages/prove/evidence/count.py broken 0-49 --json some.json
+    python -m evidence planted               # all that were planted
+    python -m evidence planted no set_epoch  # with these words in the name
+    python -m evidence broken 0-49 --json some.json
 
     planted    mistakes that we planted in five right scripts, and right scripts
     reported   mistakes that others reported, each once more cured
     puzzles    those that readers search for, each once more cured
     generated  right scripts, each generated from a seed
-    faulty     the same, whose loss is divided by a local count
     broken     the same, each with a mistake that changes its weights
     oracle     are the generated scripts right? Shown in float64, without prove
 
@@ -24,43 +23,22 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from break_scripts import search
-from cases import HERE, SEEDS, generated_case, planted_cases, stories, story, story_case
-from judge import Counted, judge
-from oracle import compare
-from reported_page import write_page
-from run_prove import in_parallel
+from evidence.case import Counted, judge
+from evidence.generated.judged import judge_broken, judge_right
+from evidence.generated.mistakes import MISTAKES
+from evidence.generated.oracle import compare
+from evidence.planted import planted_cases
+from evidence.reported import stories, story
+from evidence.reported_page import RESULTS, write_page
+from evidence.run_prove import in_parallel
 
-RESULTS = HERE / "results"
-
-
-def judge_planted(name: str) -> Counted:
-    return judge(planted_cases()[name])
-
-
-def judge_story(name: str) -> Counted:
-    return judge(story_case(story(name)))
-
-
-def judge_generated(name: str) -> Counted:
-    return judge(generated_case(int(name)))
-
-
-def judge_faulty(name: str) -> Counted:
-    return judge(generated_case(int(name), "WRONG", fault=True))
-
-
-def search_mistake(name: str) -> Counted:
-    return search(int(name))
-
-
-def compare_with_one_process(name: str) -> Counted:
-    return compare(int(name))
+SEEDS = range(300)
 
 
 class Kind(NamedTuple):
@@ -68,17 +46,29 @@ class Kind(NamedTuple):
     judge: Callable[[str], Counted]
 
 
-def kinds() -> dict[str, Kind]:
-    seeds = [str(seed) for seed in range(SEEDS)]
+def judge_planted(name: str) -> Counted:
+    return judge(planted_cases()[name])
+
+
+def judge_reported(name: str) -> Counted:
+    return judge(story(name).case)
+
+
+def judge_seed(judge_one: Callable[[int], Counted], name: str) -> Counted:
+    return judge_one(int(name))
+
+
+def kinds(mistake: str) -> dict[str, Kind]:
+    seeds = [str(seed) for seed in SEEDS]
     of_others = [each.name for each in stories("reported-50", "reported-20")]
+    broken = partial(judge_broken, mistake=mistake)
     return {
         "planted": Kind([*planted_cases()], judge_planted),
-        "reported": Kind(of_others, judge_story),
-        "puzzles": Kind([each.name for each in stories("puzzles")], judge_story),
-        "generated": Kind(seeds, judge_generated),
-        "faulty": Kind(seeds, judge_faulty),
-        "broken": Kind(seeds, search_mistake),
-        "oracle": Kind(seeds, compare_with_one_process),
+        "reported": Kind(of_others, judge_reported),
+        "puzzles": Kind([each.name for each in stories("puzzles")], judge_reported),
+        "generated": Kind(seeds, partial(judge_seed, judge_right)),
+        "broken": Kind(seeds, partial(judge_seed, broken)),
+        "oracle": Kind(seeds, partial(judge_seed, compare)),
     }
 
 
@@ -99,7 +89,7 @@ def write(file: Path | None, results: dict[str, dict]) -> dict:
     summary = {
         "date": date.today().isoformat(),
         "torch": torch.__version__,
-        "commit": subprocess.run(git, cwd=HERE, capture_output=True, text=True).stdout.strip(),
+        "commit": subprocess.run(git, cwd=RESULTS, capture_output=True, text=True).stdout.strip(),
         "outcomes": outcomes,
     }
     if file:
@@ -114,22 +104,24 @@ def as_text(summary: dict, results: dict[str, dict]) -> str:
 
 
 def main() -> int:
-    known = kinds()
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m evidence",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("kind", choices=known)
+    parser.add_argument("kind", choices=kinds(mistake=""))
     parser.add_argument("words", nargs="*", help="of names, or seeds; default: all")
     parser.add_argument("--jobs", type=int, default=3, help="at a time: ranks mostly wait")
-    parser.add_argument("--json", type=Path, help="default: results/KIND.json, if all are counted")
+    parser.add_argument("--json", type=Path, help="default: results/KIND.json, for all of them")
     parser.add_argument("--resume", action="store_true", help="only what the file has not yet")
+    parser.add_argument("--mistake", choices=MISTAKES, help="of broken; default: by seed")
     args = parser.parse_intermixed_args()
-    kind = known[args.kind]
+    kind = kinds(args.mistake or "")[args.kind]
     names = chosen(kind.names, args.words) if args.words else kind.names
     if not names:
         given = " ".join(args.words)
         parser.error(f"no {args.kind} case is called {given!r}, expected a name or a part of one")
-    file = args.json or (None if args.words else RESULTS / f"{args.kind}.json")
+    file = args.json or (None if args.words or args.mistake else RESULTS / f"{args.kind}.json")
     results = json.loads(file.read_text()).get("cases", {}) if file and file.exists() else {}
     outcomes: dict[str, int] = {}
     unexpected = 0

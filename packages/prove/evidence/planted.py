@@ -1,12 +1,16 @@
 """Mistakes of the training as a whole, and what looks like a mistake and is none: each is planted
-alone in one of the five scripts beside this file, which are right.
+alone in one of right_scripts.
 
-A mistake of which one check speaks stands with this check, as PLANTED; here are also those that
-spoil a right variant of own_step.py.
+A mistake of which one check speaks stands with this check, as PLANTED.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
+from evidence.case import Case
+from evidence.changes import apply_diff, replace_once
+from evidence.run_prove import RIGHT, TORCHRUN, WARNING, WRONG
+from prove.checks import CHECKS
 from prove.checks.mistake import (
     AVERAGE,
     LOADING,
@@ -23,7 +27,8 @@ from prove.checks.mistake import (
     plain,
 )
 
-RIGHT, WRONG, WARNING = "right", "WRONG", "warning"
+SCRIPTS = Path(__file__).parent / "right_scripts"
+RANKS = (1, 2, 3)  # these five are judged on so many, as they are
 ONE_GPU = (  # plain.py becomes the script that it was made from
     ('    dist.init_process_group("gloo")\n', ""),
     ("dist.get_rank(), dist.get_world_size()", "0, 1"),
@@ -45,6 +50,11 @@ def converted(mistake: Mistake, *changes: tuple[str, str]) -> Mistake:
     return replace(mistake, changes=all_changes, original=(*ONE_GPU, *changes))
 
 
+def variant(name: str, mistake: Mistake) -> Mistake:
+    """The mistake is planted in own_step.py after own_step.NAME.diff, a variant as right as it."""
+    return replace(mistake, script=f"{mistake.script}.{name}")
+
+
 SUM = "            for p in ddp.parameters():\n                dist.all_reduce(p.grad)\n"
 EVALUATION_LOADER = "DataLoader(shard, batch_size=8)"
 STOPS_EARLY = (
@@ -62,70 +72,6 @@ A_REST = ("SAMPLES, TEST_SAMPLES, CLASSES = 96", "SAMPLES, TEST_SAMPLES, CLASSES
 
 IN_STEP = "                average(p.grad)\n"
 NO_AVERAGE = (IN_STEP, "")
-PARAMS, OWN = "    params = list(model.parameters())\n", "AveragingSGD(params, lr=0.1)"
-OWN_LOOP = (
-    "            model.zero_grad()\n            loss.backward()\n            optimizer.step()\n"
-)
-OF_PARAMS = "            for p in params:\n                average(p.grad)\n"
-MASTERS = (  # float32 copies in one vector, of which the parameters are views
-    (
-        PARAMS,
-        PARAMS + "    flat = torch.cat([p.detach().flatten() for p in params]).requires_grad_()\n"
-        "    parts = flat.data.split([p.numel() for p in params])\n"
-        "    for p, part in zip(params, parts):\n        p.data = part.view_as(p)\n",
-    ),
-    (OWN, "torch.optim.AdamW([flat], lr=0.01)"),
-    (
-        OWN_LOOP,
-        OWN_LOOP.replace(
-            "            optimizer",
-            "            flat.grad = torch.cat([p.grad.flatten() for p in params])\n"
-            "            average(flat.grad)\n            optimizer",
-        ),
-    ),
-)
-FUNCTIONAL = (  # the weights are tensors in a dict, and no parameters of the module
-    (OWN, "None"),
-    (
-        "    for epoch in",
-        "    held = {name: p.detach().clone() for name, p in model.named_parameters()}\n"
-        "    def loss_of(held, x, labels):\n"
-        "        return F.cross_entropy(torch.func.functional_call(model, held, (x,)), labels)\n    for epoch in",
-    ),
-    (
-        "            loss = F.cross_entropy(model(x), labels)\n" + OWN_LOOP,
-        "            grads = torch.func.grad(loss_of)(held, x, labels)\n            for grad in grads.values():\n"
-        "                average(grad)\n            held = {name: p - 0.1 * grads[name] for name, p in held.items()}\n",
-    ),
-)
-FUSED = (  # each parameter steps in backward, as soon as its gradient is there
-    (
-        OWN,
-        "None\n    own = {p: torch.optim.SGD([p], lr=0.1) for p in params}\n    def step_now(p):\n"
-        "        average(p.grad)\n        own[p].step()\n        p.grad = None\n"
-        "    for p in params:\n        p.register_post_accumulate_grad_hook(step_now)",
-    ),
-    (OWN_LOOP, "            loss.backward()\n"),
-)
-COMPLEX = (
-    (
-        "def build_model",
-        "class Waves(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.w = nn.Parameter(0.3 * torch.randn(6, 3, dtype=torch.cfloat))\n"
-        "    def forward(self, x):\n        return (x.to(self.w.dtype) @ self.w).abs()\n\n\ndef build_model",
-    ),
-    ("    model = build_model()", "    model = Waves()"),
-)
-SPARSE = (
-    (
-        "def build_model",
-        "class Words(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.table, self.out = nn.Embedding(20, 5, sparse=True), nn.Linear(5, 3)\n"
-        "    def forward(self, x):\n        return self.out(self.table((7 * x[:, 0].abs()).long().clamp(max=19)))\n\n\ndef build_model",
-    ),
-    ("    model = build_model()", "    model = nn.parallel.DistributedDataParallel(Words())"),
-    (OWN, "torch.optim.SGD(params, lr=0.1)"),
-)
 
 MISTAKES = [
     # What the original does otherwise.
@@ -183,26 +129,41 @@ MISTAKES = [
         ("nn.BatchNorm2d(4)", "nn.BatchNorm1d(4)"),
         ("F.relu(self.norm(self.conv(x))).mean((2, 3))", "F.relu(self.norm(self.conv(x).mean((2, 3))))")),
     # A step of its own.
-    own_step("the step sums and does not average", WRONG, "one rank", ("    tensor /= dist.get_world_size()\n", "")),
-    own_step("the step takes the gradient of rank 0", WRONG, "one rank", (IN_STEP, "                dist.broadcast(p.grad, 0)\n")),
+    own_step("the step sums and does not average", WRONG, "one rank",
+             ("    tensor /= dist.get_world_size()\n", "")),
+    own_step("the step takes the gradient of rank 0", WRONG, "one rank",
+             (IN_STEP, "                dist.broadcast(p.grad, 0)\n")),
     own_step("a sum, which Adam hides in the weights", WARNING, "one rank",
              ("    tensor /= dist.get_world_size()\n", ""),
-             ("                p -= group", "                size = self.state[p].setdefault('size', torch.zeros_like(p))\n"
-              "                size.mul_(0.99).add_(p.grad ** 2)\n                momentum = momentum / (size.sqrt() + 1e-12)\n                p -= group")),
+             ("                p -= group",
+              "                size = self.state[p].setdefault('size', torch.zeros_like(p))\n"
+              "                size.mul_(0.99).add_(p.grad ** 2)\n"
+              "                momentum = momentum / (size.sqrt() + 1e-12)\n"
+              "                p -= group")),
     own_step("rank 0 counts more", WRONG, "one rank", NO_AVERAGE,
-             (OWN_LOOP, OWN_LOOP.replace("            optimizer", OF_PARAMS.replace("average(p.grad)", "p.grad *= 1.5 - rank\n                average(p.grad)") + "            optimizer"))),
-    own_step("masters are stepped by each rank for itself", WRONG, "weights", *MASTERS[:2],
-             (OWN_LOOP, MASTERS[2][1].replace("            average(flat.grad)\n", ""))),
-    own_step("masters of half the gradient", WRONG, "one rank", *MASTERS[:2],
-             (OWN_LOOP, MASTERS[2][1].replace("average(flat.grad)", "average(flat.grad.div_(world_size))"))),
-    own_step("torch.func without an average", WRONG, "weights", *FUNCTIONAL[:2],
-             (FUNCTIONAL[2][0], FUNCTIONAL[2][1].replace("average(grad)", "pass"))),
-    own_step("torch.func with a sum", WRONG, "one rank", *FUNCTIONAL, ("    tensor /= dist.get_world_size()\n", "")),
-    own_step("steps in backward, without an average", WRONG, "weights",
-             (FUSED[0][0], FUSED[0][1].replace("        average(p.grad)\n", "")), FUSED[1]),
-    own_step("real parts are averaged, imaginary ones are not", WRONG, "weights", *COMPLEX,
-             (IN_STEP, "                real = p.grad.real.contiguous()\n                average(real)\n"
-              "                p.grad = torch.complex(real, p.grad.imag)\n")),
+             ("            loss.backward()\n",
+              "            loss.backward()\n"
+              "            for p in params:\n"
+              "                p.grad *= 1.5 - rank\n"
+              "                average(p.grad)\n")),
+    variant("masters", own_step(
+        "masters are stepped by each rank for itself", WRONG, "weights",
+        ("            average(flat.grad)\n", ""))),
+    variant("masters", own_step(
+        "masters of half the gradient", WRONG, "one rank",
+        ("average(flat.grad)", "average(flat.grad.div_(world_size))"))),
+    variant("torch_func", own_step(
+        "torch.func without an average", WRONG, "weights", ("average(grad)", "pass"))),
+    variant("torch_func", own_step(
+        "torch.func with a sum", WRONG, "one rank", ("    tensor /= dist.get_world_size()\n", ""))),
+    variant("in_backward", own_step(
+        "steps in backward, without an average", WRONG, "weights",
+        ("    def step_now(p):\n        average(p.grad)\n", "    def step_now(p):\n"))),
+    variant("complex", own_step(
+        "real parts are averaged, imaginary ones are not", WRONG, "weights",
+        (IN_STEP, "                real = p.grad.real.contiguous()\n"
+                  "                average(real)\n"
+                  "                p.grad = torch.complex(real, p.grad.imag)\n"))),
 ]  # fmt: skip
 
 # These look like mistakes, and are none: no row may be WRONG, and the check that is named is right.
@@ -309,20 +270,61 @@ HARMLESS = [
                ("batch_size=12 // world_size", "batch_size=6")),
     amp("the batch of BatchNorm is that of a rank", RIGHT, "",
         ("batch_size=24 // world_size", "batch_size=4")),
-    own_step("masters, of which the parameters are views", RIGHT, "one rank", *MASTERS),
-    own_step("weights in a dict, and torch.func", RIGHT, "one rank", *FUNCTIONAL),
-    own_step("steps in backward", RIGHT, "one rank", *FUSED),
+    variant("masters", own_step("masters, of which the parameters are views", RIGHT, "one rank")),
+    variant("torch_func", own_step("weights in a dict, and torch.func", RIGHT, "one rank")),
+    variant("in_backward", own_step("steps in backward", RIGHT, "one rank")),
     own_step("weights are averaged after each step", RIGHT, "one rank", NO_AVERAGE,
-             (OWN_LOOP, OWN_LOOP + OF_PARAMS.replace("p.grad", "p.data"))),
-    own_step("complex weights", RIGHT, "one rank", *COMPLEX),
-    own_step("a sparse gradient", RIGHT, "one rank", *SPARSE),
+             ("            optimizer.step()\n",
+              "            optimizer.step()\n"
+              "            for p in params:\n"
+              "                average(p.data)\n")),
+    variant("complex", own_step("complex weights", RIGHT, "one rank")),
+    variant("sparse", own_step("a sparse gradient", RIGHT, "one rank")),
     own_step("optimizer states are divided by hand", RIGHT, "one rank",
              ('p in group["params"]:', 'number, p in enumerate(group["params"]):'),
-             ("                p -= group", "                if number % dist.get_world_size() == dist.get_rank():\n                    p -= group"),
-             ("momentum\n\n\ndef", "momentum\n                dist.broadcast(p, number % dist.get_world_size())\n\n\ndef")),
+             ('                p -= group["lr"] * momentum\n',
+              "                if number % dist.get_world_size() == dist.get_rank():\n"
+              '                    p -= group["lr"] * momentum\n'
+              "                dist.broadcast(p, number % dist.get_world_size())\n")),
     own_step("layers that begin to train are wrapped anew", RIGHT, "one rank",
-             (PARAMS, "    model[0].requires_grad_(False)\n    ddp = nn.parallel.DistributedDataParallel(model)\n" + PARAMS),
-             (OWN, "torch.optim.SGD(params, lr=0.1)"), ("model(x)", "ddp(x)"),
-             ("        sampler.set_epoch", "        if epoch == 2:\n            model.requires_grad_(True)\n"
-              "            ddp = nn.parallel.DistributedDataParallel(model)\n        sampler.set_epoch")),
+             ("    params = list(model.parameters())\n",
+              "    model[0].requires_grad_(False)\n"
+              "    ddp = nn.parallel.DistributedDataParallel(model)\n"
+              "    params = list(model.parameters())\n"),
+             ("AveragingSGD(params, lr=0.1)", "torch.optim.SGD(params, lr=0.1)"),
+             ("model(x)", "ddp(x)"),
+             ("        sampler.set_epoch",
+              "        if epoch == 2:\n"
+              "            model.requires_grad_(True)\n"
+              "            ddp = nn.parallel.DistributedDataParallel(model)\n"
+              "        sampler.set_epoch")),
 ]  # fmt: skip
+
+
+def right_script(name: str) -> str:
+    """Read one of the scripts that mistakes are planted into, or a variant such as own_step.masters."""
+    file, _, is_variant = name.partition(".")
+    script = (SCRIPTS / f"{file}.py").read_text()
+    return apply_diff(script, (SCRIPTS / f"{name}.diff").read_text()) if is_variant else script
+
+
+def planted_cases() -> dict[str, Case]:
+    """Make a case of each mistake in its script, and of each script alone."""
+    patience = "--timeout=20"
+    cases = []
+    of_checks = [mistake for check in CHECKS for mistake in check.planted]
+    for mistake in [*MISTAKES, *of_checks, *HARMLESS]:
+        script = right_script(mistake.script)
+        options, files = [patience], {}
+        if mistake.original:
+            options.append("--original=torchrun --nproc-per-node=1 single.py")
+            files["single.py"] = replace_once(script, *mistake.original)
+        changed = replace_once(script, *mistake.changes)
+        says = mistake.verdict, mistake.check
+        cases.append(Case(mistake.name, changed, *says, options=tuple(options), files=files))
+    for file in sorted(SCRIPTS.glob("*.py")):
+        for ranks in RANKS:
+            command = (*TORCHRUN[:-1], f"--nproc-per-node={ranks}", "train.py")
+            name = f"clean {file.stem}, {ranks} ranks"
+            cases.append(Case(name, file.read_text(), command=command, options=(patience,)))
+    return {case.name: case for case in cases}

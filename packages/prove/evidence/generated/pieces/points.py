@@ -1,9 +1,6 @@
 # Six numbers a sample, and three classes.
 
 # %% from samples
-# %% X
-torch.randn(count, 6, generator=generator) + self.y[:, None]
-
 # %% choices
 model = ("mlp", "dropout", "batchnorm", "checkpoint", "depth by sample", "depth by batch")
 model += ("frozen", "layernorm")

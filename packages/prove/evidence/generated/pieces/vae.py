@@ -1,9 +1,6 @@
 # Noise in the model: a variational autoencoder.
 
 # %% from samples
-# %% X
-torch.randn(count, 6, generator=generator) + self.y[:, None]
-
 # %% choices
 model = "vae"
 loss = "vae"

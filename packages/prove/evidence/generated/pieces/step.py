@@ -1,6 +1,113 @@
-# How the ranks average, and how a step is made: from the gradient of a rank to the next weights.
-# What there is to choose from, and in which order, are the conditions of the cells in this file:
-# with another order, a seed makes another script.
+# How the ranks average, and how a step is made: from an unpacked batch to the next weights.
+
+# From a batch to the next weights.
+
+# %% STEP, if window is of a gan
+FORWARD
+
+
+# fmt: off
+# %% STEP, if window is of lbfgs
+def closure():
+    optimizer.zero_grad()
+    FORWARD
+    loss.backward()
+    AVERAGE
+    value = loss.detach().clone()
+    dist.all_reduce(value)
+    return value / world
+loss = optimizer.step(closure)
+AFTER_STEP
+# fmt: on
+# %% STEP, if window is of autograd
+DIFFERENTIATE
+for grad in grads:
+    dist.all_reduce(grad)
+    DIVIDE
+with torch.no_grad():
+    UPDATE
+AFTER_STEP
+# %% STEP, if window is a batch
+ZERO
+FORWARD
+BACKWARD
+CHANGE
+# %% STEP, if window is several batches
+FORWARD
+BACKWARD
+if (step + 1) % ACCUMULATE == 0:
+    CHANGE
+    ZERO
+# %% STEP, if window is several batches, with DDP
+last = (step + 1) % ACCUMULATE == 0
+with nullcontext() if last else model.no_sync():
+    FORWARD
+    BACKWARD
+if last:
+    CHANGE
+    ZERO
+# %% STEP, if window is several batches, with fully_shard
+last = (step + 1) % ACCUMULATE == 0
+model.set_requires_gradient_sync(last)
+FORWARD
+BACKWARD
+if last:
+    CHANGE
+    ZERO
+
+# %% DIFFERENTIATE, if optimizer is autograd.grad
+FORWARD
+grads = torch.autograd.grad(loss, params)
+
+
+# fmt: off
+# %% DIFFERENTIATE, if optimizer is torch.func
+def loss_of(values):
+    FORWARD
+    return loss
+names = [name for name, p in net.named_parameters()]
+grads, loss = grad_and_value(loss_of)(dict(zip(names, params)))
+grads = list(grads.values())
+# fmt: on
+
+# From p.grad of this rank to the next weights.
+
+# %% CHANGE
+AVERAGE
+UNSCALE
+CLIP
+APPLY
+AVERAGE_WEIGHTS
+STEP_OF_SCHEDULER
+AFTER_STEP
+# %% APPLY, if steps is by an optimizer
+optimizer.step()
+# %% APPLY, if steps is by a scaler
+scaler.step(optimizer)
+scaler.update()
+# %% APPLY, if steps is of masters
+for p, master in zip(params, masters):
+    master.grad = p.grad
+optimizer.step()
+for p, master in zip(params, masters):
+    p.data.copy_(master.data)
+# %% APPLY, if steps is by hand
+grads = [p.grad for p in params]
+with torch.no_grad():
+    UPDATE
+# %% ZERO, if steps is by an optimizer or by a scaler
+optimizer.zero_grad()
+# %% ZERO, if steps is of masters or by hand or in backward
+for p in params:
+    p.grad = None
+# %% UNSCALE, if steps is by a scaler
+scaler.unscale_(optimizer)
+# %% AVERAGE_WEIGHTS, if averaging is weights after step
+for p in params:
+    dist.all_reduce(p.data)
+    p.data /= world
+# %% STEP_OF_SCHEDULER, if schedule is cosine or OneCycle or warm-up
+scheduler.step()
 
 # By hand, after backward: p.grad becomes that of all ranks.
 
@@ -32,7 +139,7 @@ for p in params:
 # In step() of the script's own optimizer.
 
 
-# %% classes, if averaging is in step
+# %% averaging, if averaging is in step or owned in step or orthogonal in step
 class Own(torch.optim.Optimizer):
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
@@ -43,57 +150,37 @@ class Own(torch.optim.Optimizer):
         for group in self.param_groups:
             for i, p in enumerate(group["params"]):
                 dist.all_reduce(p.grad)
-                velocity = self.state[p].setdefault("velocity", torch.zeros_like(p))
-                velocity.mul_(0.9).add_(p.grad, alpha=1 / world)
-                p.sub_(velocity, alpha=group["lr"])
+                STEP_OF_PARAMETER
 
 
-# %% classes, if averaging is owned in step
-class Own(torch.optim.Optimizer):
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        rank, world = dist.get_rank(), dist.get_world_size()
-        for group in self.param_groups:
-            for i, p in enumerate(group["params"]):
-                dist.all_reduce(p.grad)
-                if i % world == rank:
-                    velocity = self.state[p].setdefault("velocity", torch.zeros_like(p))
-                    velocity.mul_(0.9).add_(p.grad, alpha=1 / world)
-                    p.sub_(velocity, alpha=group["lr"])
-                dist.broadcast(p.detach(), src=i % world)
-
-
-# %% classes, if averaging is orthogonal in step
-class Own(torch.optim.Optimizer):
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        rank, world = dist.get_rank(), dist.get_world_size()
-        for group in self.param_groups:
-            for i, p in enumerate(group["params"]):
-                dist.all_reduce(p.grad)
-                update = p.grad / world
-                if i % world == rank:
-                    velocity = self.state[p].setdefault("velocity", torch.zeros_like(p))
-                    update = velocity.mul_(0.9).add_(update).clone()
-                    if p.ndim > 1:
-                        x = update.flatten(1) / (update.norm() + 1e-7)
-                        for _ in range(3):
-                            x = 1.5 * x - 0.5 * (x @ x.T) @ x
-                        update = x.view_as(p).contiguous()
-                dist.broadcast(update, src=i % world)
-                p.sub_(update, alpha=group["lr"])
+# %% STEP_OF_PARAMETER, if averaging is in step
+velocity = self.state[p].setdefault("velocity", torch.zeros_like(p))
+velocity.mul_(0.9).add_(p.grad, alpha=1 / world)
+p.sub_(velocity, alpha=group["lr"])
+# %% STEP_OF_PARAMETER, if averaging is owned in step
+if i % world == rank:
+    velocity = self.state[p].setdefault("velocity", torch.zeros_like(p))
+    velocity.mul_(0.9).add_(p.grad, alpha=1 / world)
+    p.sub_(velocity, alpha=group["lr"])
+dist.broadcast(p.detach(), src=i % world)
+# %% STEP_OF_PARAMETER, if averaging is orthogonal in step
+update = p.grad / world
+if i % world == rank:
+    velocity = self.state[p].setdefault("velocity", torch.zeros_like(p))
+    update = velocity.mul_(0.9).add_(update).clone()
+    if p.ndim > 1:
+        x = update.flatten(1) / (update.norm() + 1e-7)
+        for _ in range(3):
+            x = 1.5 * x - 0.5 * (x @ x.T) @ x
+        update = x.view_as(p).contiguous()
+dist.broadcast(update, src=i % world)
+p.sub_(update, alpha=group["lr"])
 
 
 # In hooks.
 
 
-# %% classes, if averaging is fused in backward
+# %% averaging, if averaging is fused in backward
 def average_and_step(p):
     dist.all_reduce(p.grad)
     p.grad /= dist.get_world_size()
@@ -101,13 +188,13 @@ def average_and_step(p):
     p.grad = None
 
 
-# %% classes, if averaging is own comm hook
+# %% averaging, if averaging is own comm hook
 def average(state, bucket):
     work = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
     return work.then(lambda done: done.value()[0] / dist.get_world_size())
 
 
-# %% classes, if averaging is gradient hooks
+# %% averaging, if averaging is gradient hooks
 def average_gradient(p):
     dist.all_reduce(p.grad)
     p.grad /= dist.get_world_size()
@@ -115,6 +202,8 @@ def average_gradient(p):
 
 # From `net` to `model`.
 
+# %% wrap, if averaging is DDP
+model = DDP(OPTIONS_OF_DDP)
 # %% wrap, if averaging is DDP, static graph
 model = DDP(net, static_graph=True)
 # %% wrap, if averaging is DDP, bucket views
@@ -142,6 +231,7 @@ for p in params:
 # %% wrap, if averaging is fully_shard
 mesh = init_device_mesh("cpu", (world,))
 model = fully_shard(net, mesh=mesh)
+params = list(model.parameters())
 
 # Who makes the step.
 
@@ -149,7 +239,7 @@ model = fully_shard(net, mesh=mesh)
 optimizer = torch.optim.SGD(params, lr=LR, momentum=0.9)
 # %% optimizer, if optimizer is sgd, weight decay
 optimizer = torch.optim.SGD(params, lr=LR, momentum=0.9, nesterov=True, weight_decay=1e-4)
-# %% optimizer, if optimizer is adam
+# %% optimizer, if optimizer is adam or two adams
 optimizer = torch.optim.Adam(params, lr=LR / 10)
 # %% optimizer, if optimizer is foreach
 optimizer = torch.optim.Adam(params, lr=LR / 10, foreach=True)
@@ -183,7 +273,7 @@ velocity = [torch.zeros_like(p) for p in params]
 
 # By hand, with the gradients `grads`.
 
-# %% update, if optimizer is p -= lr * grad
+# %% update, if optimizer is p -= lr * grad or autograd.grad or torch.func
 for p, grad in zip(params, grads):
     p -= lr * grad
 # %% update, if optimizer is p.data.add_

@@ -1,9 +1,6 @@
 # Complex parameters.
 
 # %% from samples
-# %% X
-torch.randn(count, 6, generator=generator) + self.y[:, None]
-
 # %% choices
 model = ("fourier", "complex layers")
 # %% from classification

@@ -1,9 +1,23 @@
-"""Did prove say of a case what it must say?"""
+"""A script, what prove must say of it, and whether prove said so."""
 
 from dataclasses import dataclass, field
 
-from cases import PROOF, RIGHT, WRONG, Case
-from run_prove import Answer, run_prove
+from evidence.run_prove import PROOF, RIGHT, TORCHRUN, WRONG, Answer, run_prove
+
+
+@dataclass(frozen=True)
+class Case:
+    """A script called train.py, how a user starts it, and what prove must say of it."""
+
+    name: str
+    script: str
+    verdict: str = RIGHT  # what the row `check` says; with RIGHT, no row may be WRONG either
+    check: str = ""  # "": any row
+    command: tuple[str, ...] = (*TORCHRUN, "train.py")
+    options: tuple[str, ...] = ()  # options of prove
+    cure: str = ""  # the script without its mistake, if prove is to judge that too
+    files: dict[str, str] = field(default_factory=dict)  # files that lie beside the script
+    hashes_differ: bool = False  # between the ranks, as with a real torchrun: it takes seconds
 
 
 @dataclass

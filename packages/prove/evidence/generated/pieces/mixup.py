@@ -1,9 +1,6 @@
 # One λ for the batches of all ranks, and a partner in the same local batch.
 
 # %% from samples
-# %% X
-torch.randn(count, 6, generator=generator) + self.y[:, None]
-
 # %% choices
 lambda_from = ("numpy", "random", "torch")
 model = "mlp"

@@ -1,10 +1,6 @@
-# Two models and two optimizers. AVERAGE is where gradients are averaged by hand, FAULT where a
-# loss can be divided by a local count.
+# Two models and two optimizers, each with a loss that a mistake can divide.
 
 # %% from samples
-# %% X
-torch.randn(count, 6, generator=generator) + self.y[:, None]
-
 # %% choices
 noise_from = ("the default generator", "an own generator")
 model = "gan"
@@ -20,8 +16,12 @@ net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 6))
 # %% after_wrap
 critic = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
 critic_params = list(critic.parameters())
-critic_model = WRAP(critic)
+critic_model = CRITIC
 critic_optimizer = torch.optim.Adam(critic_params, lr=LR / 10, betas=(0.5, 0.9))
+# %% CRITIC, if averaging is DDP
+DDP(critic)
+# %% CRITIC, if averaging is all_reduce
+critic
 # %% generators, if noise from is an own generator
 noise = torch.Generator().manual_seed(10_000 + rank)
 
@@ -33,10 +33,10 @@ fake = model(torch.randn(len(x), 3, generator=noise))
 ones, zeros = torch.ones(len(x), 1), torch.zeros(len(x), 1)
 scores = critic_model(torch.cat([x, fake.detach()]))
 loss = F.binary_cross_entropy_with_logits(scores, torch.cat([ones, zeros]))
-FAULT
+MISTAKE_OF_LOSS
 critic_optimizer.zero_grad()
 loss.backward()
-AVERAGE
+AVERAGE_CRITIC
 critic_optimizer.step()
 optimizer.zero_grad()
 loss = F.binary_cross_entropy_with_logits(critic_model(fake), ones)

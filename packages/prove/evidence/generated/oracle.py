@@ -8,9 +8,10 @@ elsewhere. This knows nothing of prove.
 
 from dataclasses import replace
 
-from generate import Script, generate
-from judge import Counted
-from traces import RANKS, FailedError, Start, Trace, distance, traces
+from evidence.case import Counted
+from evidence.generated.mistakes import MISTAKES
+from evidence.generated.script import Script, generate
+from evidence.traces import RANKS, FailedError, Start, Trace, distance, traces
 
 LIMIT = 1e-7  # relative to the weights' way from first to last: rounding, after up to 12 steps
 DIFFERS = 1e-4  # what is more than rounding
@@ -23,7 +24,7 @@ def traces_of(script: Script, world: int) -> list[Trace]:
 
 
 def weights_of_one_process(seed: int) -> Trace:
-    [one] = traces_of(generate(seed, reference=True), 1)
+    [one] = traces_of(generate(seed, is_reference=True), 1)
     return one
 
 
@@ -52,7 +53,8 @@ def compare(seed: int) -> Counted:
     try:
         one = weights_of_one_process(seed)
         ranks = weights_of_ranks(generate(seed))
-        with_fault = distance(weights_of_ranks(generate(seed, fault=True)), one)
+        control = generate(seed, change=MISTAKES["local divisor"])
+        with_fault = distance(weights_of_ranks(control), one)
     except FailedError as error:
         return Counted("not right", False, facts=facts | {"error": str(error)[-1500:]})
     apart = distance(ranks, one)

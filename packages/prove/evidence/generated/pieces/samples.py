@@ -11,6 +11,8 @@ tensors = "train_set.x, train_set.y"
 (y == 0).sum()
 # %% INPUTS
 x
+# %% X
+torch.randn(count, 6, generator=generator) + self.y[:, None]
 
 # %% SAMPLE, if collate is default or dataclass or namedtuple or UserDict or list
 self.x[i], self.y[i]

@@ -1,9 +1,6 @@
 # A teacher that stays as it is, one that follows the weights, or an average that is only evaluated.
 
 # %% from samples
-# %% X
-torch.randn(count, 6, generator=generator) + self.y[:, None]
-
 # %% choices
 model = ("frozen teacher", "mean teacher", "ema")
 loss = "mean"

@@ -1,9 +1,6 @@
 # Noise and a time for each sample, drawn in the step.
 
 # %% from samples
-# %% X
-torch.randn(count, 6, generator=generator) + self.y[:, None]
-
 # %% choices
 noise_from = ("the default generator", "an own generator")
 model = "diffusion"

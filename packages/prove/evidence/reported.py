@@ -1,0 +1,54 @@
+"""Mistakes that others reported: mistakes/NAME has train.py, cure.diff, and about.json."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from evidence.case import Case
+from evidence.changes import apply_diff
+from evidence.run_prove import TORCHRUN
+
+MISTAKES = Path(__file__).parent / "mistakes"
+
+
+@dataclass(frozen=True)
+class Story:
+    """A mistake that somebody reported, as a small script that makes it, and once more cured."""
+
+    name: str
+    set: str
+    kind: str
+    report: str  # address of the report
+    mistake: str
+    puzzle: dict = field(default_factory=dict)  # what a reader who searches for it is told
+
+    @property
+    def script(self) -> str:
+        return (MISTAKES / self.name / "train.py").read_text()
+
+    @property
+    def diff(self) -> str:
+        return (MISTAKES / self.name / "cure.diff").read_text()
+
+    @property
+    def cure(self) -> str:
+        return apply_diff(self.script, self.diff)
+
+    @property
+    def case(self) -> Case:
+        """The script as a user calls it; one that spawns ranks is told how many."""
+        command = (*TORCHRUN, "train.py")
+        if "mp.spawn(" in self.script:
+            command = ("python", "train.py", "--world-size", "2")
+        return Case(self.name, self.script, command=command, cure=self.cure, hashes_differ=True)
+
+
+def story(name: str) -> Story:
+    about = json.loads((MISTAKES / name / "about.json").read_text())
+    return Story(name, **about)
+
+
+def stories(*sets: str) -> list[Story]:
+    """List the stories of these sets: reported-50, reported-20, puzzles."""
+    names = sorted(folder.name for folder in MISTAKES.iterdir())
+    return [each for each in map(story, names) if each.set in sets]
