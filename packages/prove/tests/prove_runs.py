@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -49,25 +50,40 @@ def _prove(folder: Path, texts: Path, env: dict[str, str], arguments: tuple[str,
     sys.exit(main())
 
 
+class Proof:
+    """A prove that has been started in this folder."""
+
+    def __init__(
+        self, folder: Path, *arguments: str, hashes_differ: bool = False, **env: str
+    ) -> None:
+        """hashes_differ: as with a real torchrun, whose ranks hash texts unlike each other; prove
+        then starts one of its ranks anew, for seconds."""
+        env |= {"OMP_NUM_THREADS": "1"} | ({} if hashes_differ else {"PYTHONHASHSEED": "0"})
+        self.arguments, self.texts = arguments, tempfile.TemporaryDirectory(prefix="printed-")
+        self.process = forked.Process(
+            target=_prove, args=(folder, Path(self.texts.name), env, arguments)
+        )
+        self.process.start()
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+    def ended(self) -> subprocess.CompletedProcess:
+        """Wait for its end; return what it has printed."""
+        with self.texts as texts:
+            self.process.join(patience(3 * SECONDS))
+            if self.process.is_alive():
+                self.process.terminate()  # it then ends its ranks
+                raise TimeoutError(self.arguments)
+            out, error = (Path(texts, name).read_text() for name in ("out", "error"))
+        return subprocess.CompletedProcess(self.arguments, self.process.exitcode, out, error)
+
+
 def run(
     folder: Path, *arguments: str, hashes_differ: bool = False, **env: str
 ) -> subprocess.CompletedProcess:
-    """Run prove in this folder; return the ended process, with what it printed.
-
-    hashes_differ: as with a real torchrun, whose ranks hash texts unlike each other; prove then
-    starts one of its ranks anew, for seconds.
-    """
-    env |= {"OMP_NUM_THREADS": "1"} | ({} if hashes_differ else {"PYTHONHASHSEED": "0"})
-    with tempfile.TemporaryDirectory(prefix="printed-") as name:
-        texts = Path(name)
-        process = forked.Process(target=_prove, args=(folder, texts, env, arguments))
-        process.start()
-        process.join(patience(3 * SECONDS))
-        if process.is_alive():
-            process.terminate()  # it then ends its ranks
-            raise TimeoutError(arguments)
-        out, error = ((texts / name).read_text() for name in ("out", "error"))
-    return subprocess.CompletedProcess(arguments, process.exitcode, out, error)
+    """Run prove in this folder; return the ended process, with what it printed."""
+    return Proof(folder, *arguments, hashes_differ=hashes_differ, **env).ended()
 
 
 def verdicts(folder: Path, *arguments: str, hashes_differ: bool = False) -> dict[str, str]:

@@ -21,15 +21,11 @@ from prove_runs import SECONDS, patience
 
 STYLES = (*LOADERS, *INDEXED)
 
-SEEDS = [0, 1, 3, 4, 6, 9, 31, 32, 41, 53, 55, 76, 89, 109, 111, 120, 125, 132, 163, 171, 232]
-SEEDS += [245, 255, 256, 270, 275, 293, 296, 297, 299]
-# prove judges few of them, and `python -m evidence generated` all 300.
-JUDGED = [1, 3, 6, 9, 41, 53, 89, 125, 297]
-NOT_PROVEN = [41]  # a loop without a loader: how many samples a list of indices has
-WITH_FAULT = [1, 31, 55]
-PLANTED = {0: "parameter", 14: "parameter", 15: "part of a tensor", 18: "lost sample"}
-PIECES = "task data workers collate averaging optimizer precision accumulation schedule clipping "
-PIECES += "evaluation saving launcher"
+# A few of each kind. `python -m evidence generated` judges all 300 on demand.
+JUDGED = [1, 89]  # a stream of words, and complex weights that are stepped by hand
+WITH_FAULT = [1]
+COMPARED = [1, 3, 31, 89]  # and fully_shard, and a comm hook with master weights
+PLANTED = {14: "parameter", 18: "lost sample"}
 
 
 def count(kind: str, seeds: list[int], *options: str) -> dict[int, dict]:
@@ -48,26 +44,23 @@ def count(kind: str, seeds: list[int], *options: str) -> dict[int, dict]:
 
 def test_right_scripts_are_not_called_wrong():
     counted = count("generated", JUDGED)
-    for seed, case in counted.items():
-        assert case["outcome"] == ("not proven" if seed in NOT_PROVEN else "proven"), case
+    assert {case["outcome"] for case in counted.values()} == {"proven"}, counted
 
 
 def test_the_same_scripts_with_a_local_divisor_are_called_wrong():
     counted = count("broken", WITH_FAULT, "--mistake=local divisor")
     assert {case["outcome"] for case in counted.values()} == {"WRONG"}
-    assert not {*WITH_FAULT} & {*NOT_PROVEN}
 
 
 def test_the_scripts_are_right_and_no_longer_so_with_a_local_divisor():
     """The weights after all steps are those of one process, and prove has no part in this."""
-    for case in count("oracle", SEEDS).values():
+    for case in count("oracle", COMPARED).values():
         assert case["outcome"] == "right", case
         assert case["apart"] < oracle.LIMIT < oracle.DIFFERS < case["apart with a fault"]
 
 
 def test_a_planted_mistake_is_called_wrong_and_begins_with_the_weights():
-    """Gradients that are gathered, complex weights, DDP, and a last window of fully_shard; and no
-    change is no mistake."""
+    """Complex weights, and a last window of fully_shard. The control: no change is no mistake."""
     counted = count("broken", [*PLANTED])
     assert {seed: case["kind"] for seed, case in counted.items()} == PLANTED
     assert {case["outcome"] for case in counted.values()} == {"WRONG"}
@@ -76,19 +69,12 @@ def test_a_planted_mistake_is_called_wrong_and_begins_with_the_weights():
 
 
 def test_a_mistake_is_planted_only_where_it_has_a_place():
-    complex_seed = next(seed for seed in PLANTED if generate(seed).pieces["task"] == "complex")
-    assert "dtype" in plantable(complex_seed)
-    assert "dtype" not in plantable(0)
+    of_complex_weights, of_points = 14, 0
+    assert "dtype" in plantable(of_complex_weights)
+    assert "dtype" not in plantable(of_points)
 
 
-def test_the_chosen_have_every_piece_that_a_script_can_have():
-    pieces = {seed: generate(seed).pieces for seed in range(300)}
-    of_all, of_chosen = (
-        {(piece, pieces[seed].get(piece)) for seed in seeds for piece in PIECES.split()}
-        for seeds in (pieces, SEEDS)
-    )
-    assert of_all == of_chosen
-    assert {*JUDGED} <= {*SEEDS}
+def test_a_seed_is_always_the_same_script():
     assert generate(7).text == generate(7).text != generate(20).text
 
 

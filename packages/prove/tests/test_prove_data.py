@@ -110,27 +110,6 @@ def test_a_batch_of_a_class_of_its_own_becomes_float64_and_stays_of_that_class()
     assert batch[1]["y"][1] == "text"
 
 
-OWN_BATCH = """
-from collections import UserDict
-class Batch(UserDict):
-    x = property(lambda self: self["x"])
-"""
-
-
-def test_batches_of_a_class_of_the_script_are_replayed_from_all_ranks(prove_script):
-    """Only the replay reads them, once the script has made the class."""
-    source = training_of("DistributedDataParallel(nn.Linear(8, 8))", OWN_BATCH)
-    for old, new in (
-        ("sampler=sampler)", "sampler=sampler, collate_fn=lambda xs: Batch(x=torch.stack(xs)))"),
-        ("model(x)", "model(x.x)"),
-    ):
-        source = source.replace(old, new)
-    ended = prove_script(source)
-    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
-    ended = prove_script(source.replace("mean()", "sum()"))  # the control
-    assert verdict(ended, "one rank") == "WRONG", ended.stdout + ended.stderr
-
-
 def test_an_evaluation_that_prove_itself_cuts_is_not_said_to_stop_early(prove_script):
     """Gradients are switched off in each batch only, so evaluation looks like training at first.
     The control: a script that stops by itself."""
@@ -151,14 +130,9 @@ SYNC_BATCHNORM = (  # all ranks have equally many samples, or the layers of one 
 
 
 def test_messages_of_a_batchnorm_layer_are_no_sum_of_results(prove_script):
-    """A model that is not switched to eval mode sends them. The controls: a real sum, beside these
-    messages, and eval mode, without any."""
+    """A model that is not switched to eval mode sends them. The control: a real sum beside them."""
     in_training, unsummed = ("    model.eval()\n", ""), ("    dist.all_reduce(totals)\n", "")
-    for changes, expected in (
-        ([in_training, unsummed], "warning"),
-        ([in_training], "right"),
-        ([unsummed], "warning"),
-    ):
+    for changes, expected in (([in_training, unsummed], "warning"), ([in_training], "right")):
         ended = prove_script(planted(*SYNC_BATCHNORM, *changes), "--cpu")
         assert verdict(ended, "evaluation") == expected, ended.stdout + ended.stderr
         assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
@@ -384,7 +358,9 @@ def test_the_last_window_of_an_epoch_is_as_ragged_as_the_script_makes_it(prove_s
     """An epoch of 7 batches, 4 for a step. The control: the last 3 are not synchronized, where the
     script asks how long an epoch is, and where it does not. An epoch of 6 with windows of 3 has no
     such rest, so there it is no mistake."""
-    assert verdict(prove_script(WINDOWS), "one rank") == "right"
+    ended = prove_script(WINDOWS)
+    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    assert verdict(ended, "evaluation").startswith("no row"), "it evaluates nothing"
     unsynced = WINDOWS.replace("== 0 or is_last else", "== 0 else")
     assert verdict(prove_script(unsynced), "weights") == "WRONG"
     unasked = unsynced.replace("len(loader)", "7")
@@ -491,10 +467,8 @@ loader ="""
 
 
 def test_an_evaluation_of_a_stream_is_judged_by_content(prove_script):
-    """The controls: each rank evaluates all of it, or its part, but nobody adds the parts up. A
-    script that evaluates nothing gets no row."""
+    """The controls: each rank evaluates all of it, or its part, but nobody adds the parts up."""
     source = WINDOWS.replace("import DataLoader,", "import IterableDataset, DataLoader,")
-    assert verdict(prove_script(source), "evaluation").startswith("no row")
     source = source.replace("loader =", STREAM) + EVALUATES
     assert verdict(prove_script(source), "evaluation") == "right"
     for changed in (

@@ -2,12 +2,14 @@
 
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from prove.rank_record import Mode, Settings
 from prove.watch import process_io
 from prove.watch.rank_run import RankRun
 from prove_cases import planted, training_of
-from prove_runs import SECONDS, TORCHRUN, call, patience, run, verdict
+from prove_runs import SECONDS, TORCHRUN, Proof, call, forked, patience, run, verdict
 
 HARMLESS = """        if rank == 0:
             import shutil
@@ -66,24 +68,27 @@ def processes_in(folder: Path) -> list[str]:
     return commands
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + patience(2 * SECONDS)
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
 def test_a_proof_that_is_ended_leaves_no_process_and_puts_files_back(tmp_path):
     (tmp_path / "log.txt").write_text("mine")
     wait = '            open("log.txt", "w").write("theirs")\n'
     wait += '            __import__("time").sleep(99)\n'
     source = planted(("            loss.backward()\n", "            loss.backward()\n" + wait))
     (tmp_path / "train.py").write_text(source)
-    command = [sys.executable, "-m", "prove", *TORCHRUN, "train.py"]
-    started = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    end = time.monotonic() + patience(2 * SECONDS)
-    while (tmp_path / "log.txt").read_text() == "mine":
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    proof = Proof(tmp_path, *TORCHRUN, "train.py", hashes_differ=True)
+    wait_until(lambda: (tmp_path / "log.txt").read_text() != "mine")
     assert len(processes_in(tmp_path)) == 3, "the control: prove and its two ranks"
-    started.terminate()
-    _, errors = started.communicate(timeout=patience(SECONDS))
-    assert started.returncode == 143
+    proof.send(signal.SIGTERM)
+    ended = proof.ended()
+    assert ended.returncode == 143
     last_line = "error: ended by SIGTERM, before anything was known"
-    assert errors.splitlines()[-1] == last_line
+    assert ended.stderr.splitlines()[-1] == last_line
     assert processes_in(tmp_path) == []
     assert (tmp_path / "log.txt").read_text() == "mine"
 
@@ -93,21 +98,22 @@ def test_a_proof_that_is_ended_prints_what_it_knows(tmp_path):
     waits += "            __import__('time').sleep(99)\n"
     source = training_of(LINEAR).replace(LAST_LINE, LAST_LINE + waits)
     (tmp_path / "train.py").write_text(source)
-    started = subprocess.Popen(
-        [sys.executable, "-m", "prove", *TORCHRUN, "train.py"],
-        cwd=tmp_path, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    end = time.monotonic() + patience(2 * SECONDS)
-    while not (tmp_path / "replay").exists():
-        assert time.monotonic() < end
-        time.sleep(0.1)
-    started.send_signal(signal.SIGINT)
-    table, _ = started.communicate(timeout=patience(SECONDS))
-    assert started.returncode == 130
-    assert "right     averaged gradients" in table
-    assert table.endswith("checks so far: ended by SIGINT\n")
+    proof = Proof(tmp_path, *TORCHRUN, "train.py")
+    wait_until((tmp_path / "replay").exists)
+    proof.send(signal.SIGINT)
+    ended = proof.ended()
+    assert ended.returncode == 130
+    assert "right     averaged gradients" in ended.stdout
+    assert ended.stdout.endswith("checks so far: ended by SIGINT\n")
     assert processes_in(tmp_path) == []
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def train_unobserved(folder: Path, rank: int, digest: str) -> None:
+    meet = {"init_method": f"file://{folder}/met", "rank": rank, "world_size": 2}
+    os.chdir(folder)
+    os.environ |= {"MEET": str(meet), "DIGEST": digest}
+    runpy.run_path("train.py", run_name="__main__")
 
 
 def test_random_numbers_of_the_script_are_those_of_an_unobserved_run(prove_script, tmp_path):
@@ -122,12 +128,19 @@ def test_random_numbers_of_the_script_are_those_of_an_unobserved_run(prove_scrip
         ("SAMPLES, TEST_SAMPLES, CLASSES = 96", "SAMPLES, TEST_SAMPLES, CLASSES = 48"),
         ("        dist.all_reduce(total)\n", note + "        dist.all_reduce(total)\n"),
         ("nn.Dropout(0.1)", "nn.Identity()"),  # switched off, so it draws nothing
+        ('group("gloo")', "group('gloo', **eval(os.environ.get('MEET', '{}')))"),
     )
     with tempfile.TemporaryDirectory() as folder:  # in /tmp/tmp..., whose files are not put back
         prove_script(source, "--float32", DIGEST=f"{folder}/seen")
-        env = os.environ | {"DIGEST": f"{folder}/plain", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "torch.distributed.run", *TORCHRUN[1:], "train.py"]
-        subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=patience(SECONDS))
+        ranks = [
+            forked.Process(target=train_unobserved, args=(tmp_path, rank, f"{folder}/plain"))
+            for rank in range(2)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(patience(SECONDS))
+            assert rank.exitcode == 0
         # Of rank 1, which takes no part in the replay:
         seen, plain = (Path(folder, f"{name}1").read_text().split() for name in ("seen", "plain"))
     assert seen[:2] == plain[:2]

@@ -56,12 +56,12 @@ DIFFUSION = """
 x, y = batch
 t = torch.randint(10, (len(x),))
 noise = torch.randn(len(x), 6)
-loss = F.cross_entropy(ddp(x * (1 - t[:, None] / 10) + noise), y{weight})
+noisy = x * (1 - t[:, None] / 10) + noise + 0.1 * torch.randn_like(x)
+loss = F.cross_entropy(ddp(F.dropout(noisy, 0.3)), y{weight})
 optimizer.zero_grad()
 loss.backward()
 optimizer.step()
 """
-DROPOUT = "F.cross_entropy(ddp(F.dropout(x, 0.3)), y{weight})"
 MIXUP = """
 x, y = batch
 mix, partner = random.random(), torch.randperm(len(x))
@@ -96,15 +96,8 @@ WEIGHT = ", weight=torch.tensor([1.0, 3.0, 9.0])"
 
 @pytest.mark.parametrize(
     "source",
-    [
-        script(loss=NOISE),
-        script(DIFFUSION),
-        script(loss=DROPOUT),
-        script(MIXUP),
-        script(CROPS),
-        FROM_AHEAD,
-    ],
-    ids=["noise", "diffusion", "dropout", "mixup", "two crops of each sample", "looks ahead"],
+    [script(DIFFUSION), script(MIXUP), script(CROPS), FROM_AHEAD],
+    ids=["diffusion and dropout", "mixup", "two crops of each sample", "looks ahead"],
 )
 def test_one_rank_gets_the_random_numbers_that_all_ranks_drew(source, prove_script):
     ended = prove_script(source.replace("{weight}", ""))
