@@ -1,6 +1,5 @@
 """A wrong call ends in one clear line and status 2, on every rank, and leaves nothing behind."""
 
-import shutil
 import socket
 import subprocess
 from contextlib import nullcontext
@@ -9,11 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from common.data import Digits, load_dataset, loader_options, open_picture
+from common.data import load_dataset, loader_options, open_picture
 from common.models import build_model
 from common.options import UsageError, make_parser
 from helpers.refusals import SCRIPTS, assert_one_line, refusal
-from local_ranks.chapters import ROOT
 from local_ranks.machine import free_port
 from local_ranks.scripts import launch_script, launcher_variables, run_script
 from local_ranks.train_stage import few_digits, options
@@ -118,18 +116,6 @@ def test_a_network_interface_that_is_not_here_is_refused(key):
         assert_one_line(output, "Unable to find address for: eth99")
 
 
-def test_one_image_for_batchnorm_on_each_rank_of_03_is_refused(tmp_path):
-    """Each rank says it, unless the other one was faster, and the process that has started them
-    says that a rank has ended."""
-    flags = ("--device=cpu", f"--run-dir={tmp_path / 'run'}", "--model=resnet18", "--batch-size=2")
-    [(status, output)] = run_script(SCRIPTS["03"], *flags)
-    assert status == 2, output
-    *lines, last = [line for line in output.splitlines() if "Terminating process" not in line]
-    assert last.endswith("terminated with exit code 2")
-    assert lines
-    assert all(line.startswith("error: ") and ONE_VALUE in line for line in lines), output
-
-
 def test_shm_shows_its_own_help_and_leaves_the_flags_of_a_script_to_it(tmp_path):
     [(status, output)] = run_script(SHM, "--help")
     assert status == 0
@@ -172,28 +158,6 @@ def test_a_batch_of_one_is_refused_where_batchnorm_would_refuse_it(size, refuses
     ):
         with pytest.raises(error, match=r"(per|for each) channel") if refuses else nullcontext():
             call()
-
-
-DAMAGES = {  # what becomes of the file, and what the line says
-    "missing": (None, "train-images-idx3-ubyte"),
-    "truncated": (lambda all_: all_[:-100], "95900"),
-    "other": (lambda all_: all_[:4] + bytes([0, 0, 2, 188]) + all_[8:44816], "700 images, 1500"),
-}
-
-
-@pytest.mark.parametrize(("damage", "words"), DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_data_set_is_refused(damage, words, tmp_path, monkeypatch):
-    shutil.copytree(ROOT / "common" / "digits", tmp_path, dirs_exist_ok=True)
-    file = tmp_path / "train-images-idx3-ubyte"
-    content = file.read_bytes()
-    file.unlink()
-    if damage:
-        file.write_bytes(damage(content))
-    monkeypatch.setattr(Digits, "raw_folder", str(tmp_path))
-    args = make_parser("01_single_gpu", "").parse_args([])
-    with pytest.raises(UsageError, match="cannot read --dataset digits") as error:
-        load_dataset(args)
-    assert words in str(error.value)
 
 
 def test_a_bug_of_ours_is_no_damaged_data_set(monkeypatch):
