@@ -32,6 +32,7 @@ REPLICAS = "02_data_parallel/train.py"
 BY_HAND = "03_ddp_manual_allreduce/train.py"
 DDP, MINIMAL = "04_ddp_torchrun/train.py", "04_ddp_torchrun/minimal.py"
 AMP = "05_amp_syncbn/train.py"
+ONE_EPOCH = (("range(5)", "range(1)"),)  # of the minimal scripts, which have no flags
 SURVIVE, OWN_LOOP = "beyond/survive/train.py", "beyond/survive/own_loop.py"
 SHARD = "beyond/shard/train.py"
 CONVERTED = "beyond/convert/classifier/classifier_ddp.py"  # made by the diffs beside it
@@ -192,6 +193,8 @@ def rehearse(
     """
     ranks = ranks or (1 if script in ONE_PROCESS else 2)
     pairs = tuple(tuple(env.items()) for env in envs) or ((),) * ranks
+    if script in (MINIMAL, MINIMAL_SINGLE):
+        changes += ONE_EPOCH
     return _rehearse_once(ranks, script, (*FLAGS[script], *more_flags), gpus, pairs, changes)
 
 

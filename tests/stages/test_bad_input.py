@@ -1,23 +1,20 @@
 """A wrong call ends in one clear line and status 2, on every rank, and leaves nothing behind."""
 
-import shutil
 import socket
 import subprocess
 from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed.run
 from PIL import Image
 
-from common.data import Digits, load_dataset, loader_options, open_picture
+from common.data import load_dataset, loader_options, open_picture
 from common.models import build_model
 from common.options import UsageError, make_parser
-from helpers.refusals import SCRIPTS, Trap, assert_one_line, refusal, seal
-from local_ranks.chapters import ROOT
+from helpers.refusals import SCRIPTS, assert_one_line, refusal
 from local_ranks.machine import free_port
 from local_ranks.scripts import launch_script, launcher_variables, run_script
-from local_ranks.train_stage import ONE_EPOCH, options, train_once
+from local_ranks.train_stage import few_digits, options
 
 GPUS = torch.cuda.device_count()
 
@@ -27,7 +24,6 @@ START_WITH_TORCHRUN = "start it with torchrun --standalone --nproc-per-node=2 SC
 FIT, LIMIT = "01_single_gpu/fit.py", "--memory-limit=1GiB"
 SHM = "packages/shm/src/shm/__main__.py"
 COLLECTIVES = "03_ddp_manual_allreduce/collectives.py"
-FORECAST = "beyond/forecast/forecast.py --step-ms=45"
 SHARD = "beyond/shard/train.py"
 UNEVEN = "04_ddp_torchrun/uneven.py"
 TOO_MANY = f"--backend=nccl --world-size={GPUS + 1}"
@@ -36,7 +32,6 @@ WRONG_CALLS = {  # a stage or a program with its flags, and words of the line
     "01 --batch-size=0": f"--batch-size: got '0', {WHOLE}, {BILLION}",
     "01 --lr=nan": "--lr: got 'nan', expected a number, at least 0 and less than 1e+38",
     "01 --seed=4294967296": f"{WHOLE}, at least 0 and less than 4294967296",
-    "01 --max-steps=99999999999999999999": f"{WHOLE}, at least 1 and less than {2**63} (--help",
     "01 --epoch=3": "unrecognized arguments: --epoch=3 (--help",
     "01 --dataset=imagefolder --data-dir=nowhere": "--dataset imagefolder in --data-dir nowhere (",
     "01 --dataset=imagefolder": "'data/train'): name the right folder",
@@ -46,11 +41,10 @@ WRONG_CALLS = {  # a stage or a program with its flags, and words of the line
     f"01 --dataset=synthetic --image-size={ALMOST}": "): try a smaller --image-size or fewer --cla",
     "01 --workers=1000": f"{WHOLE}, at least 0 and less than 1000 (",
     "01 --dataset=synthetic --image-size=15": "--model net needs --image-size 16 or more, got 15",
-    "01_single_gpu/evaluate.py nowhere.pt": "cannot load nowhere.pt (no such file): use one",
     "01 --resume=/dev/zero": "cannot load /dev/zero (no such file): use one that a stage saved",
+    "01 --run-dir=LICENSE": "cannot write to --run-dir",
     "01 --run-dir=": "--run-dir: got '', expected a folder, such as runs/first",
     "survive --resume=/dev/zero": "/dev/zero is missing, damaged or no checkpoint: name another",
-    "01 --resume=": "cannot load . (no such file): use one that a stage saved",
     "02 --replicas=7": "--batch-size 120 does not divide by 7: try 126",
     "03 --world-size=7": "--batch-size 120 does not divide by 7: try 126",
     f"03 {TOO_MANY}": "--backend nccl needs a GPU for each rank: try --backend gloo",
@@ -61,8 +55,6 @@ WRONG_CALLS = {  # a stage or a program with its flags, and words of the line
     "tour --ranks=7 --batch-size=120": "--batch-size 120 does not divide by 7",
     "tour --resume=auto": "the tour begins anew",
     "survive --checkpoint-every-steps=0": f"--checkpoint-every-steps: got '0', {WHOLE}, at least",
-    f"survive --epochs={HUGE} --lr-decay=cosine": f"0', {WHOLE}, {BILLION}",
-    "survive --timeout-seconds=10000000000": f"{WHOLE}, at least 1 and less than 1000000000 (",
     "survive --accumulate=7": "--batch-size 120 does not divide by 7: try 126",
     "survive --clip-norm=0": "--clip-norm: got '0'",
     f"{FIT} --memory-limit=8GB": "got '8GB', expected a size above 0 and below 1048576GiB, like",
@@ -70,15 +62,9 @@ WRONG_CALLS = {  # a stage or a program with its flags, and words of the line
     f"{FIT} {LIMIT} --image-size=15": "--image-size 16 or more",
     f"{FIT} {LIMIT} --model=resnet18 --batch-size=1": "for each channel: try --batch-size 2",
     f"{FIT} --memory-limit={HUGE}GiB": "expected a size above 0 and below 1048576GiB, like 512MiB",
-    f"{FIT} --memory-limit=1048576GiB": "below 1048576GiB",
-    f"{FIT} --channels={HUGE}": BILLION,
-    f"{FIT} --classes={HUGE}": BILLION,
     f"{FIT} --batch-size={HUGE}": BILLION,
     f"{FIT} {LIMIT} --image-size={ALMOST} --batch-size=1": "is more than torch can count: try",
-    f"{FORECAST} --gpus={HUGE}": BILLION,
-    f"{FORECAST} --gpus-per-node={HUGE}": BILLION,
-    f"{FORECAST} --batch-size={HUGE}": BILLION,
-    f"{FORECAST} --image-size={ALMOST}": f"--image-size {ALMOST} does not suit resnet50: ",
+    f"beyond/forecast/forecast.py --step-ms=45 --image-size={ALMOST}": "does not suit resnet50: ",
     f"{SHM} missing.py": "missing.py is no file: expected python -m shm SCRIPT FLAGS",
     f"{COLLECTIVES} --world-size=10": f"'10', {WHOLE}, at least 1 and less than 10",
     f"{COLLECTIVES} {TOO_MANY}": f"a GPU for each of {GPUS + 1} ranks, here are {GPUS}: try --ba",
@@ -93,7 +79,6 @@ if not GPUS:
     WRONG_CALLS[FIT] = "there is no GPU whose memory is the limit: try --memory-limit 8GiB"
     WRONG_CALLS |= {f"{key} --device=cuda": "'cuda' (choose from 'cpu')" for key in SCRIPTS}
 WRONG_CALLS_OF_TWO_RANKS = {  # both find it, or they end together: none waits for the other
-    "04 --batch-size=61": "--batch-size 61 does not divide by 2: try 62",
     "04 --model=resnet18 --batch-size=2": ONE_VALUE,
     "05 --model=resnet18 --batch-size=2 --no-sync-bn": ONE_VALUE,
     f"{SHARD} --device=cpu --dataset=digits --model=resnet18 --batch-size=2": ONE_VALUE,
@@ -131,18 +116,6 @@ def test_a_network_interface_that_is_not_here_is_refused(key):
         assert_one_line(output, "Unable to find address for: eth99")
 
 
-def test_one_image_for_batchnorm_on_each_rank_of_03_is_refused(tmp_path):
-    """Each rank says it, unless the other one was faster, and the process that has started them
-    says that a rank has ended."""
-    flags = ("--device=cpu", f"--run-dir={tmp_path / 'run'}", "--model=resnet18", "--batch-size=2")
-    [(status, output)] = run_script(SCRIPTS["03"], *flags)
-    assert status == 2, output
-    *lines, last = [line for line in output.splitlines() if "Terminating process" not in line]
-    assert last.endswith("terminated with exit code 2")
-    assert lines
-    assert all(line.startswith("error: ") and ONE_VALUE in line for line in lines), output
-
-
 def test_shm_shows_its_own_help_and_leaves_the_flags_of_a_script_to_it(tmp_path):
     [(status, output)] = run_script(SHM, "--help")
     assert status == 0
@@ -152,16 +125,15 @@ def test_shm_shows_its_own_help_and_leaves_the_flags_of_a_script_to_it(tmp_path)
 
 
 RIGHT_CALLS = [  # at the limits
-    ("01", 1, ["--batch-size=1500", "--seed=4294967295", "--epochs=1", "--lr=0", "--workers=0"]),
-    ("05", 2, ["--batch-size=2"]),
+    ("01", 1, ["--batch-size=300", "--seed=4294967295", "--epochs=1", "--lr=0", "--workers=0"]),
     ("05", 2, ["--batch-size=2", "--model=resnet18"]),  # SyncBatchNorm sees both images
 ]
 
 
 @pytest.mark.parametrize(("key", "ranks", "flags"), RIGHT_CALLS)
 def test_a_right_call_is_not_refused(key, ranks, flags, tmp_path):
-    """The control of everything here."""
-    flags = (*flags, "--device=cpu", "--max-steps=1", f"--run-dir={tmp_path}")
+    """The control of everything here. The data set has 300 samples."""
+    flags = (*few_digits(), *flags, "--device=cpu", "--max-steps=1", f"--run-dir={tmp_path}")
     start = launch_script if ranks == 2 else run_script
     answers = start(SCRIPTS[key], *flags)
     assert [status for status, _ in answers] == [0] * ranks, answers
@@ -186,28 +158,6 @@ def test_a_batch_of_one_is_refused_where_batchnorm_would_refuse_it(size, refuses
     ):
         with pytest.raises(error, match=r"(per|for each) channel") if refuses else nullcontext():
             call()
-
-
-DAMAGES = {  # what becomes of the file, and what the line says
-    "missing": (None, "train-images-idx3-ubyte"),
-    "truncated": (lambda all_: all_[:-100], "95900"),
-    "other": (lambda all_: all_[:4] + bytes([0, 0, 2, 188]) + all_[8:44816], "700 images, 1500"),
-}
-
-
-@pytest.mark.parametrize(("damage", "words"), DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_data_set_is_refused(damage, words, tmp_path, monkeypatch):
-    shutil.copytree(ROOT / "common" / "digits", tmp_path, dirs_exist_ok=True)
-    file = tmp_path / "train-images-idx3-ubyte"
-    content = file.read_bytes()
-    file.unlink()
-    if damage:
-        file.write_bytes(damage(content))
-    monkeypatch.setattr(Digits, "raw_folder", str(tmp_path))
-    args = make_parser("01_single_gpu", "").parse_args([])
-    with pytest.raises(UsageError, match="cannot read --dataset digits") as error:
-        load_dataset(args)
-    assert words in str(error.value)
 
 
 def test_a_bug_of_ours_is_no_damaged_data_set(monkeypatch):
@@ -262,71 +212,11 @@ def test_workers_without_shared_memory_are_refused(tmp_path, monkeypatch):
         loader_options(options("--workers=1"))
 
 
-NOT_OURS = "use one that a stage saved"
-
-
-def checkpoint(kind, folder):
-    """A file that holds what `kind` says."""
-    flags = ("--max-steps=3",) if kind == "inside" else ONE_EPOCH
-    good = train_once("01", 1, *flags, dtype=torch.float32).folder / "checkpoint.pt"
-    path, content = folder / "checkpoint.pt", torch.load(good, weights_only=True)
-    if kind == "other sizes":
-        content["model"]["fc2.weight"] = torch.zeros(7, 50)
-    if kind == "of AdamW":
-        content["optimizer"] = torch.optim.AdamW([torch.zeros(1)]).state_dict()
-    kind, _, sealed = kind.partition(", ")
-    others = {"object": Trap(folder / "trapped"), "list": [1], "tensor": torch.zeros(3)}
-    torch.save(others.get(kind, content), path)
-    if kind == "truncated":
-        path.write_bytes(path.read_bytes()[:5000])
-    if sealed:
-        seal(path)
-    return path
-
-
-CHECKPOINTS = [  # what the file holds, the call, and what the line says
-    ("truncated", "01 --resume", NOT_OURS),
-    ("object", "01 --resume", "is not a checkpoint: expected only tensors and plain values"),
-    ("list", "01 --resume", NOT_OURS),
-    ("tensor", "01 --resume", NOT_OURS),
-    ("other sizes", "01 --resume", "size mismatch for fc2.weight"),
-    ("good", "01 --model=net --resume", "was saved with --model net-bn"),
-    ("good", "01 --dataset=synthetic --resume", "was saved with --dataset digits"),
-    (
-        "of AdamW",
-        "01 --resume",
-        "another optimizer, expected one with dampening, momentum, nesterov",
-    ),
-    (
-        "inside",
-        "01 --model=net --resume",
-        "saved inside an epoch of 01_single_gpu: resume it with beyond/survive/train.py",
-    ),
-    ("truncated", "survive --resume", "damaged"),
-    ("list, sealed", "survive --resume", "cannot load"),
-    ("good, sealed", "survive --model=net --resume", "was saved with --model net-bn"),
-]
-
-
-@pytest.mark.parametrize(("kind", "call", "words"), CHECKPOINTS)
-def test_a_checkpoint_that_does_not_fit_is_refused(kind, call, words, tmp_path):
-    key, *flags = f"{call}={checkpoint(kind, tmp_path)}".split()
-    assert_one_line(refusal(key, *ONE_EPOCH, *flags), "checkpoint.pt", words)
-    assert not (tmp_path / "trapped").exists(), "loading ran code"
-
-
-@pytest.mark.parametrize("key", ["01", "03", "04"])
-def test_what_only_rank_0_finds_ends_the_other_rank_too(key, tmp_path):
-    """A run-dir that cannot be written. In 03, spawn ends the others; in 04, the real torchrun."""
+def test_a_folder_that_only_rank_0_of_03_cannot_write_ends_the_other_rank_too(tmp_path):
     (tmp_path / "file").write_text("mine")
-    script, flags = SCRIPTS[key], ("--device=cpu", f"--run-dir={tmp_path / 'file'}")
-    if key == "04":
-        flags = ("--standalone", "--nproc-per-node=2", script, *flags)
-        script = torch.distributed.run.__file__
-    [(status, output)] = run_script(script, *flags)
-    assert status == (1 if key == "04" else 2), output
+    [(status, output)] = run_script(SCRIPTS["03"], "--device=cpu", f"--run-dir={tmp_path / 'file'}")
+    assert status == 2, output
     assert output.count("error: cannot write to --run-dir") == 1
-    assert key != "04" or "exitcode  : 2" in output
     assert (tmp_path / "file").read_text() == "mine"
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
     assert str(tmp_path) not in running.stdout, "a rank still waits for another"

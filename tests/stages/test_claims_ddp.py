@@ -1,4 +1,4 @@
-"""Claims about DDP's options, and about where it waits: C17, C34."""
+"""Claims about DDP's options, and about where it waits: C17, C34. So does no_sync() on one rank."""
 
 from datetime import timedelta
 from functools import partial
@@ -103,3 +103,16 @@ def test_c34_after_the_last_batch_a_file_of_rank_0_needs_a_barrier(rank):
         assert path.exists() == (barrier or rank == 0)
         if rank == 1:
             store.set("rank 1 has looked", "")
+
+
+@on_ranks(2)
+def test_05_no_sync_on_one_rank_only_makes_the_other_wait(rank):
+    """Both ranks are in no_sync; then only rank 0 is, so that rank 1 averages alone."""
+    for both in (True, False):
+        dist.barrier()  # ranks may start late; from here on, they need little time
+        impatient = dist.new_group(timeout=timedelta(seconds=2))
+        ddp = DistributedDataParallel(nn.Linear(2, 1), process_group=impatient)
+        ddp(torch.ones(1, 2)).sum().backward()
+        continues = both or rank == 0
+        with ddp.no_sync() if continues else pytest.raises(RuntimeError):
+            ddp(torch.ones(1, 2)).sum().backward()

@@ -1,13 +1,14 @@
 """A damaged checkpoint loads as it was saved, or not at all: then its line says that it is damaged.
 
-Cut off, with a flipped bit, in the format before torch 1.6, or with the state of something else.
+Cut off, with a flipped bit, in the format before torch 1.6, or with something else in it.
 """
 
 import io
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,12 @@ from common.checkpoint import read_checkpoint
 from common.data import load_dataset
 from common.models import build_model
 from common.options import UsageError
-from helpers.refusals import assert_one_line, refusal
+from helpers.refusals import assert_one_line, refusal, seal
 from local_ranks.train_stage import FP32, ONE_EPOCH, options, train_once
 
 ARGS = options(*ONE_EPOCH)
 DIGITS = load_dataset(ARGS)[0]
-NUMBER = 300  # damages of each kind
+NUMBER = 100  # damages of each kind
 
 
 @cache
@@ -99,31 +100,58 @@ def test_torch_itself_loads_a_flipped_bit_of_a_weight_and_a_stage_refuses_it(tmp
         assert_one_line(line, f"cannot load {path} (BadZipFile: ", "is damaged): use one that a s")
 
 
-def of_another_optimizer() -> dict:
-    parameter = torch.nn.Parameter(torch.ones(1))
-    parameter.grad = torch.ones(1)
-    optimizer = AdamW([parameter])
-    optimizer.step()
-    return optimizer.state_dict()
+def with_part(name: str, **values: Any) -> Callable[[dict], dict]:
+    """Replace values of a part of the checkpoint."""
+    return lambda saved: saved | {name: saved[name] | values}
 
 
-FOREIGN = {  # what becomes of a checkpoint
-    "a list of optimizers": lambda saved: saved | {"optimizer": [1]},
-    "of another class": lambda saved: saved | {"optimizer": of_another_optimizer()},
-    "no state": lambda saved: saved | {"optimizer": saved["optimizer"] | {"state": None}},
-    "a list of states": lambda saved: saved | {"optimizer": saved["optimizer"] | {"state": [1]}},
-    "numbers": lambda saved: saved | {"optimizer": saved["optimizer"] | {"param_groups": [3]}},
-    "no model": lambda saved: saved | {"model": None},
-    "a list of models": lambda saved: saved | {"model": [1]},
-    "no summary": lambda saved: saved | {"summary": None},
+OURS, ADAMW = "use one that a stage saved", AdamW([torch.zeros(1)]).state_dict()
+FOREIGN = {  # what becomes of a checkpoint, and what the line says
+    "a list": (lambda saved: [1], OURS),
+    "a tensor": (lambda saved: torch.zeros(3), OURS),
+    "a list of optimizers": (lambda saved: saved | {"optimizer": [1]}, OURS),
+    "of AdamW": (
+        lambda saved: saved | {"optimizer": ADAMW},
+        "another optimizer, expected one with dampening, momentum, nesterov",
+    ),
+    "no state": (with_part("optimizer", state=None), OURS),
+    "a list of states": (with_part("optimizer", state=[1]), OURS),
+    "numbers": (with_part("optimizer", param_groups=[3]), OURS),
+    "no model": (lambda saved: saved | {"model": None}, OURS),
+    "a list of models": (lambda saved: saved | {"model": [1]}, OURS),
+    "other sizes": (
+        with_part("model", **{"fc2.weight": torch.zeros(7, 50)}),
+        "size mismatch for fc2.weight",
+    ),
+    "no summary": (lambda saved: saved | {"summary": None}, OURS),
+    "another network": (with_part("summary", model="net"), "was saved with --model net$"),
+    "another data set": (
+        with_part("summary", dataset="cifar10"),
+        "was saved with --dataset cifar10$",
+    ),
 }
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
-def test_a_foreign_state_is_refused(kind, tmp_path):
+@pytest.mark.parametrize(("change", "words"), FOREIGN.values(), ids=FOREIGN)
+def test_a_foreign_state_is_refused(change, words, tmp_path):
     path, saved = tmp_path / "checkpoint.pt", state_of(good_file())
     torch.save(saved, path)
     load(path)  # the control
-    torch.save(FOREIGN[kind](saved), path)
-    with pytest.raises(UsageError, match=r"use one that a stage saved|has another optimizer"):
+    torch.save(change(saved), path)
+    with pytest.raises(UsageError, match=words):
         load(path)
+
+
+def test_only_survive_resumes_a_checkpoint_that_was_saved_inside_an_epoch(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(good_file())
+    line = refusal("01", *ONE_EPOCH, f"--resume={path}")
+    assert_one_line(line, "saved inside an epoch of 01_single_gpu: resume it with beyond/survive/")
+
+
+def test_survive_refuses_a_foreign_state_although_its_checksum_is_right(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(good_file())
+    seal(path)
+    line = refusal("survive", "--model=net", f"--resume={path}")
+    assert_one_line(line, "checkpoint.pt was saved with --model net-bn")

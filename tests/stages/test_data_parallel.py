@@ -1,6 +1,4 @@
-"""DataParallel by hand computes what one device does; where there are GPUs, 02 uses torch's own."""
-
-from unittest.mock import Mock
+"""DataParallel by hand computes what one device does. On GPUs, 02 uses torch's: test_devices.py."""
 
 import pytest
 import torch
@@ -8,9 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import scatter_gather
 
-from local_ranks.machine import scratch_folder
 from local_ranks.stage_files import fresh_module
-from local_ranks.train_stage import load_stage, run_main
 from replicas import CLOSE, CPU, FROM_SCRATCH, by_hand, parallel, samples, small, step
 
 
@@ -95,27 +91,3 @@ def test_threads_obey_no_grad_and_autocast_of_the_caller():
         with torch.autocast("cpu", dtype), torch.no_grad():
             assert (model(batch).dtype, model(batch).requires_grad) == (dtype, False)
     assert (model(batch).dtype, model(batch).requires_grad) == (torch.float32, True)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "flags", "wrapper", "devices"),
-    [
-        (3, [], "nn.DataParallel", range(3)),
-        (3, ["--replicas=2"], "nn.DataParallel", range(2)),
-        (2, ["--replicas=3"], "DataParallelOnOneDevice", [torch.device("cuda:0")] * 3),
-        (1, [], "DataParallelOnOneDevice", [torch.device("cuda:0")] * 2),
-    ],
-)
-def test_torchs_data_parallel_takes_a_gpu_for_each_replica_and_ours_shares_one(
-    gpus, flags, wrapper, devices, monkeypatch
-):
-    """Patched queries are enough, because nothing has trained yet where the model is wrapped."""
-    stage, data_parallel = load_stage("02"), Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(nn.Module, "to", lambda model, _: model)
-    owner = stage.nn if "." in wrapper else stage
-    monkeypatch.setattr(owner, wrapper.removeprefix("nn."), data_parallel)
-    with pytest.raises(KeyboardInterrupt):
-        run_main(stage, 0, *flags, f"--run-dir={scratch_folder()}")
-    assert data_parallel.call_args.args[1] == devices

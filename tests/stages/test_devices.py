@@ -57,23 +57,33 @@ def assert_trains_replicas(log: RankLog, calls: set[str]) -> None:
     assert "epoch 1/2" in log.output, "it has trained"
 
 
-def test_02_asks_for_a_replica_on_each_gpu_and_gives_each_gpu_a_seed_of_its_own():
+PLACES = [  # GPUs, flags, and where 02 puts its replicas
+    (2, (), "replicas on GPUs [0, 1]"),
+    (3, ("--replicas=2",), "replicas on GPUs [0, 1]"),
+    (2, ("--replicas=3",), "set_device 0"),  # all on the first GPU
+    (1, (), "set_device 0"),
+]
+
+
+@pytest.mark.parametrize(("gpus", "flags", "place"), PLACES)
+def test_02_asks_for_a_replica_on_each_gpu_if_they_are_enough_and_seeds_each_gpu(
+    gpus, flags, place
+):
+    [log] = rehearse(REPLICAS, *flags, gpus=gpus)
+    assert_trains_replicas(
+        log, {place, *(f"seed {1234 + gpu} on GPU {gpu}" for gpu in range(gpus))}
+    )
+
+
+@pytest.mark.parametrize(
+    "mistake", [("device(gpu)", "device(0)"), (" * gpus + gpu", ""), ("range(replicas)", "[0]")]
+)
+def test_a_rehearsal_sees_when_02_forgets_a_gpu(mistake):
+    """The control of the test above."""
+    [log] = rehearse(REPLICAS, gpus=2, changes=(mistake,))
     calls = {"replicas on GPUs [0, 1]", "seed 1234 on GPU 0", "seed 1235 on GPU 1"}
-    [log] = rehearse(REPLICAS, gpus=2)
-    assert_trains_replicas(log, calls)
-    for mistake in (
-        ("device(gpu)", "device(0)"),
-        (" * gpus + gpu", ""),
-        ("range(replicas)", "[0]"),
-    ):
-        [log] = rehearse(REPLICAS, gpus=2, changes=(mistake,))
-        with pytest.raises(AssertionError):
-            assert_trains_replicas(log, calls)
-
-
-def test_02_puts_its_replicas_on_the_one_gpu_that_there_is():
-    [log] = rehearse(REPLICAS, gpus=1)
-    assert_trains_replicas(log, {"set_device 0", "seed 1234 on GPU 0"})
+    with pytest.raises(AssertionError):
+        assert_trains_replicas(log, calls)
 
 
 LINES_OF_DDP = {
@@ -123,11 +133,6 @@ def test_a_rank_that_forgets_that_the_numbers_begin_again_is_seen():
         assert_own_gpus(seen, [0, 0])
 
 
-def test_on_eight_gpus_the_last_local_rank_takes_the_last():
-    seen = rehearse(DDP, gpus=8, envs=with_local_ranks(3, 7))
-    assert_own_gpus(seen, [3, 7])
-
-
 @pytest.mark.parametrize("script", [BY_HAND, DDP, AMP])
 def test_two_ranks_share_one_gpu_over_gloo(script):
     assert_two_ranks_share_a_gpu(script, "--backend=gloo")
@@ -152,10 +157,8 @@ def test_each_line_of_a_script_but_refusals_and_the_cpus_branch_runs_on_gpus(scr
     assert lines_never_run(script, machines=ON_MACHINES[script]) == lines_not_for_gpus(script)
 
 
-@pytest.mark.parametrize("script", [REPLICAS, BY_HAND, DDP, AMP, MINIMAL])
-def test_a_line_that_only_a_gpu_reaches_is_seen_not_to_run_without_one(script):
+def test_a_line_that_only_a_gpu_reaches_is_seen_not_to_run_without_one():
     """The control of the test above."""
-    flags = ("--backend=gloo",) if script == BY_HAND else ()
-    unexpected = lines_never_run(script, *flags, machines=(0,)) - lines_not_for_gpus(script)
-    texts = (ROOT / script).read_text().splitlines()
+    unexpected = lines_never_run(DDP, machines=(0,)) - lines_not_for_gpus(DDP)
+    texts = (ROOT / DDP).read_text().splitlines()
     assert any("torch.cuda." in texts[line - 1] for line in unexpected)

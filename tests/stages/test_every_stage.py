@@ -5,6 +5,7 @@ It also takes the checkpoint of any other stage.
 
 import re
 import statistics
+from functools import cache
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -49,7 +50,7 @@ def test_every_stage_learns(key, ranks):
 
 def test_a_stage_that_skips_its_step_does_not_learn():
     """The control of the test above."""
-    run = train_once("01", 1, "--epochs=5", **FP32, without=(("train.py", "optimizer.step()"),))
+    run = train_once("01", 1, "--epochs=1", **FP32, without=(("train.py", "optimizer.step()"),))
     assert run.summary["test_accuracy"] < 0.3
 
 
@@ -98,21 +99,25 @@ def seeds_of(rank: int, key: str, flags: tuple[str, ...]) -> list[int]:
     return seeds
 
 
-FOUR_STEPS = ("--epochs=3", "--batch-size=500", "--max-steps=4")  # an epoch has 3
+@cache
+def four_steps(key: str, ranks: int) -> tuple[Run, list[list[int]]]:
+    """A run that ends inside its second epoch, and the seeds of each rank."""
+    folder = scratch_folder()
+    flags = (*ON_CPU, *few_digits(), f"--run-dir={folder}", "--batch-size=100", "--max-steps=4")
+    flags += ("--world-size=2",) if key == "03" else ()
+    return Run(folder, [], ""), run_on_ranks(ranks, seeds_of, key, flags)
 
 
 @each_stage
-def test_random_numbers_depend_on_seed_epoch_and_rank(key, ranks, tmp_path):
+def test_random_numbers_depend_on_seed_epoch_and_rank(key, ranks):
     """So the ranks draw dropout masks of their own: test_c29 shows it."""
-    flags = (*ON_CPU, f"--run-dir={tmp_path}", *FOUR_STEPS)
-    flags += ("--world-size=2",) if key == "03" else ()
-    for rank, seeds in enumerate(run_on_ranks(ranks, seeds_of, key, flags)):
+    for rank, seeds in enumerate(four_steps(key, ranks)[1]):
         assert seeds == [1234, 1234 + rank, 1234 + ranks + rank], "for the weights and two epochs"
 
 
 @each_stage
 def test_max_steps_ends_a_run_inside_an_epoch(key, ranks):
-    run = train_once(key, ranks, *FOUR_STEPS, **FP32)
+    run, _ = four_steps(key, ranks)
     assert [(line["epoch"], line["step"]) for line in run.metrics[2:]] == [(0, 3), (1, 4)]
     assert run.summary["steps"] == 4
     assert [run.checkpoint[name] for name in ("epoch", "epoch_step", "step")] == [1, 1, 4]
@@ -133,9 +138,9 @@ def evaluated(state: dict[str, torch.Tensor]) -> tuple[float, float]:
         return torch.nn.functional.cross_entropy(logits, labels).item(), accuracy
 
 
-@pytest.mark.parametrize(("key", "ranks"), [("02", 1), ("03", 4), ("04", 4), ("05", 2)])
+@pytest.mark.parametrize(("key", "ranks"), [("02", 1), ("05", 2)])
 def test_evaluation_counts_every_sample_once(key, ranks, without=()):
-    """297 test samples on 2 and on 4 ranks: no shard is as long as another."""
+    """297 test samples: no rank has as many as another."""
     run = train_once(key, ranks, *ONE_EPOCH, "--max-steps=3", without=without)
     expected = evaluated(run.checkpoint["model"])
     printed = run.summary["test_loss"], run.summary["test_accuracy"]
@@ -159,14 +164,15 @@ def test_04_evaluates_every_sample_once(without=()):
 
 @pytest.mark.parametrize(("source", "taker"), list(pairwise([("05", 2), *RANKS.items()])))
 def test_every_stage_resumes_the_checkpoint_of_another_and_01_evaluates_it(source, taker):
-    source_run, first_epoch = train_once(*source, *ONE_EPOCH), train_once(*taker, *ONE_EPOCH)
+    source_run, first_epoch = (train_once(*each, *ONE_EPOCH, **FP32) for each in (source, taker))
     path = source_run.folder / "checkpoint.pt"
     loss, accuracy = evaluated(source_run.checkpoint["model"])
     call = (str(path), *ONE_EPOCH, "--device=cpu", f"--data-dir={ROOT / 'data'}")
     [(_, output)] = run_script("01_single_gpu/evaluate.py", *call)  # in float32
     printed = [float(number) for number in re.findall(r"[\d.]+", output)]
     assert printed == [pytest.approx(loss, abs=2e-4), pytest.approx(100 * accuracy, abs=6e-3)]
-    run = train(*taker, *ONE_EPOCH, "--epochs=2", "--max-steps=35", f"--resume={path}")
+    flags = ("--epochs=2", "--max-steps=35", f"--resume={path}")
+    run = train(*taker, *ONE_EPOCH, *flags, **FP32)
     assert [line["epoch"] for line in run.metrics] == [1] * 10
     assert run.losses.mean() < first_epoch.losses.mean() / 2, "it began where the other had stopped"
 
@@ -191,33 +197,14 @@ def test_03_resumes_to_the_bit(without=()):
 
 
 def test_05_resumes_the_loss_scale(without=()):
-    """The pictures are few, because a CPU computes fp16 slowly."""
+    """And the random crops of the pictures. They are few, because a CPU computes fp16 slowly."""
     pictures = random_pictures(scratch_folder())
     assert_resumes("05", 2, "--model=net-bn", *pictures, "--amp=fp16", without=without)
 
 
-@pytest.mark.parametrize(
-    ("key", "ranks", "flags"),
-    [("02", 1, ["--model=net-bn"]), ("04", 2, []), ("05", 2, ["--amp=bf16"])],
-)
+@pytest.mark.parametrize(("key", "ranks", "flags"), [("02", 1, ["--model=net-bn"]), ("04", 2, [])])
 def test_a_stage_resumes_to_the_bit(key, ranks, flags):
     assert_resumes(key, ranks, *flags)
-
-
-def test_random_crops_resume_to_the_bit(tmp_path):
-    assert_resumes("01", 1, *random_pictures(tmp_path))
-
-
-@pytest.mark.parametrize(("key", "limit"), [("03", 0.0), ("04", 1e-5)])
-def test_on_three_ranks_a_resumed_run_of_ddp_may_round_differently(key, limit):
-    """DDP orders its bucket by the first backward, so a resumed run begins with another order, and
-    gloo adds three ranks' numbers in an order that depends on their place in the bucket."""
-    flags = (*few_digits(), "--epochs=2", "--batch-size=60", "--model=net-bn")
-    whole = train_once(key, 3, *flags, **FP32)
-    first = train(key, 3, *flags, "--epochs=1", **FP32)
-    resumed = train(key, 3, *flags, "--resume=auto", **FP32, folder=first.folder)
-    old, new = whole.checkpoint["model"], resumed.checkpoint["model"]
-    assert max(float((old[name] - new[name]).abs().max()) for name in old) <= limit
 
 
 def test_a_resumed_run_has_its_own_metrics_and_the_learning_rate_of_its_call(tmp_path):
@@ -229,18 +216,3 @@ def test_a_resumed_run_has_its_own_metrics_and_the_learning_rate_of_its_call(tmp
     assert [(line["step"], line["lr"]) for line in run.metrics] == [(n, 0.5) for n in range(6, 11)]
     group = run.checkpoint["optimizer"]["param_groups"][0]
     assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.5, 0.8, 0.1)
-
-
-def test_after_a_crash_before_the_checkpoint_each_step_is_logged_once(tmp_path):
-    """The log begins at step 6, because the run was resumed from another folder."""
-    few = (*few_digits(), *ONE_EPOCH)  # an epoch has 5 steps
-    path = train_once("01", 1, *few).folder / "checkpoint.pt"
-    run = train("01", 1, *few, "--epochs=2", f"--resume={path}", folder=tmp_path)
-    second_epoch = (tmp_path / "checkpoint.pt").read_bytes()
-    for _ in range(2):
-        run = train("01", 1, *few, "--epochs=3", "--resume=auto", folder=tmp_path)
-        (tmp_path / "checkpoint.pt").write_bytes(second_epoch)  # as if the third was not written
-        with (tmp_path / "metrics.jsonl").open("a") as file:
-            file.write('{"epoch": 3, "st')  # nor this line to its end
-    run = train("01", 1, *few, "--epochs=3", "--resume=auto", folder=tmp_path)
-    assert [line["step"] for line in run.metrics] == [*range(6, 16)]

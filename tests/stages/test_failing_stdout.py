@@ -11,7 +11,7 @@ from local_ranks.run_files import read_metrics
 from local_ranks.scripts import launch_script, run_script
 from local_ranks.train_stage import few_digits
 
-RANKS = {"01": 1, "04": 2, "survive": 2}
+RANKS = {"01": 1, "survive": 2}
 BROKEN_STDOUT = {  # what a process does to its own one, before it becomes a stage
     "full": "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)",
     "ASCII": "sys.stdout.reconfigure(encoding='ascii')",

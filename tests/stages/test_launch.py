@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from helpers.refusals import SCRIPTS
-from local_ranks.chapters import ROOT
 from local_ranks.machine import free_port
 from local_ranks.run_files import Run
 from local_ranks.scripts import launcher_variables, run_script
-from local_ranks.train_stage import ONE_EPOCH, train_once
+from local_ranks.train_stage import ONE_EPOCH, few_digits, train_once
 from repository_pages import fences
 
 
@@ -34,13 +33,13 @@ STARTS = [  # script, ranks, processes that are started here, what a launcher te
 @pytest.mark.parametrize(("key", "ranks", "processes", "env"), STARTS)
 def test_whoever_starts_the_ranks_their_losses_are_the_same(key, ranks, processes, env, tmp_path):
     env = env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    short = (*ONE_EPOCH, "--max-steps=5")
-    flags = (*short, "--device=cpu", f"--run-dir={tmp_path}", f"--data-dir={ROOT / 'data'}")
+    five_steps = (*few_digits(), *ONE_EPOCH)
+    flags = (*five_steps, "--device=cpu", f"--run-dir={tmp_path}")
     answers = run_script(SCRIPTS[key], *flags, ranks=processes, env=env)
     assert [status for status, _ in answers] == [0] * processes, answers
     assert f"global batch 60 = {ranks} × {60 // ranks}\n" in answers[0][1]
     assert "epoch" not in "".join(output for _, output in answers[1:]), "only rank 0 prints"
-    same = train_once(key, ranks, *short, dtype=torch.float32)
+    same = train_once(key, ranks, *five_steps, dtype=torch.float32)
     assert torch.equal(Run(tmp_path, [], "").losses, same.losses)
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import config_from_args, parse_args
 
-from local_ranks.machine import free_port
 from local_ranks.train_stage import load_stage
 from shell_programs import (
     BIN,
@@ -131,48 +130,50 @@ time.sleep(100)
 """
 
 
-def test_a_script_hands_sigterm_to_the_ranks_and_ends_with_their_status(tmp_path):
+def test_sigterm_reaches_the_ranks_and_the_script_ends_with_their_status(tmp_path):
     """The control is torchrun alone: its ranks do the same, but it ends with status 1."""
     script, started = tmp_path / "ends.py", {}
     script.write_text(ENDS_AT_SIGTERM)
-    scripts = ("one_node.sh", "elastic.sh", "two_nodes.sh")
-    for name in (*scripts, "torchrun"):
+    for name, command, status in (
+        ("one_node", ("bash", LAUNCH / "one_node.sh"), 0),
+        ("control", ("torchrun", "--standalone", "--nproc-per-node=2", script), 1),
+    ):
         (tmp_path / name).mkdir()
-        command = ("bash", LAUNCH / name, tmp_path / name)
-        nodes = [{}]
-        if name == "torchrun":
-            command = (name, "--standalone", "--nproc-per-node=2", script, tmp_path / name)
-        if name == "two_nodes.sh":
-            node = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NPROC_PER_NODE": 1}
-            nodes = [node | {"NODE_RANK": rank} for rank in range(2)]
-        started[name] = [begin(*command, SCRIPT=script, **node) for node in nodes]
-    for name, processes in started.items():
+        started[name] = begin(*command, tmp_path / name, SCRIPT=script), status
+    for name, (process, _) in started.items():
         until(lambda: len(list((tmp_path / name).glob("ready.*"))) == 2)  # noqa: B023
-        for process in processes:
-            process.send_signal(signal.SIGTERM)
-    for name, processes in started.items():
-        statuses = {end(process)[0] for process in processes}
-        assert statuses == {0 if name in scripts else 1}, name
+        process.send_signal(signal.SIGTERM)
+    for name, (process, status) in started.items():
+        assert end(process)[0] == status, name
         saved = sorted(path.name for path in (tmp_path / name).glob("checkpoint.*"))
         assert saved == ["checkpoint.0.of.2", "checkpoint.1.of.2"], name
     assert not processes_with(script)
 
 
 RANK = "trap 'kill $!; exit 0' TERM; sleep 300 & touch $READY; wait"  # as if it had saved
-IN_PLACE_OF_TORCHRUN = {"no ranks yet": ("touch $READY; exec sleep 300", 143)}
-IN_PLACE_OF_TORCHRUN["a rank"] = ("rank & wait $!", 0)
+NO_RANKS_YET, A_RANK = "touch $READY; exec sleep 300", "rank & wait $!"
+OF_A_NODE = {"NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
 
 
-@pytest.mark.parametrize("case", IN_PLACE_OF_TORCHRUN)
-def test_without_pgrep_and_pkill_sigterm_reaches_the_ranks_or_else_torchrun(case, tmp_path):
-    torchrun, expected = IN_PLACE_OF_TORCHRUN[case]
-    missing = "exit 127"
-    path = path_with(tmp_path, torchrun=torchrun, rank=RANK, pgrep=missing, pkill=missing)
+@pytest.mark.parametrize(
+    ("script", "torchrun", "status"),
+    [
+        ("one_node.sh", A_RANK, 0),
+        ("two_nodes.sh", A_RANK, 0),
+        ("elastic.sh", A_RANK, 0),
+        ("one_node.sh", NO_RANKS_YET, 143),
+    ],
+)
+def test_without_pgrep_sigterm_reaches_the_ranks_or_else_torchrun(
+    script, torchrun, status, tmp_path
+):
+    """A program of the shell stands in for torchrun."""
+    path = path_with(tmp_path, torchrun=torchrun, rank=RANK, pgrep="exit 127")
     ready = tmp_path / "ready"
-    process = begin("bash", LAUNCH / "one_node.sh", PATH=path, READY=ready)
+    process = begin("bash", LAUNCH / script, PATH=path, READY=ready, **OF_A_NODE)
     until(ready.exists)
     process.send_signal(signal.SIGTERM)
-    assert end(process) == (expected, "")
+    assert end(process) == (status, "")
 
 
 def test_one_node_trains_on_a_machine_that_cannot_resolve_its_own_name(tmp_path):
@@ -207,11 +208,6 @@ def begin_at_a_terminal(output: Path, *command: object, **env: object) -> tuple:
     return process, keyboard
 
 
-def listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
 IGNORES_SIGNALS = """
 import os, pathlib, signal, sys, time
 for number in (signal.SIGINT, signal.SIGTERM):
@@ -221,37 +217,32 @@ time.sleep(300)
 """
 MOMENTS = {  # when Ctrl-C comes: the script, and the node that it is
     "torchrun still imports torch": ("one_node.sh", {}),
-    "the ranks run, and ignore signals": ("one_node.sh", {}),
-    "node 0 waits for node 1": ("two_nodes.sh", {"NODE_RANK": 0}),
-    "node 1 waits for node 0": ("two_nodes.sh", {"NODE_RANK": 1}),
-    "it waits for a second node": ("elastic.sh", {"NNODES": 2}),
+    "the ranks run, and ignore signals": ("elastic.sh", {}),
+    "node 1 waits for node 0": ("two_nodes.sh", {"NODE_RANK": 1, "MASTER_ADDR": "127.0.0.1"}),
 }
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_ctrl_c_ends_a_script_and_its_ranks_when(moment, tmp_path):
     """A real one: the terminal sends SIGINT to all processes in its foreground."""
-    (name, node), port, output = MOMENTS[moment], free_port(), tmp_path / "output"
+    (name, node), output = MOMENTS[moment], tmp_path / "output"
     script = tmp_path / "script.py"
     script.write_text(IGNORES_SIGNALS)
-    env = {"SCRIPT": script, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **node}
-    env["RDZV_ENDPOINT"] = f"127.0.0.1:{port}"
-    node_0 = socket.create_server(("127.0.0.1", port)) if "waits for node 0" in moment else None
-    process, keyboard = begin_at_a_terminal(output, "bash", LAUNCH / name, tmp_path, **env)
-    try:
-        if node_0:  # it takes the call, and says nothing
-            node_0.settimeout(SECONDS)
-            _connection = node_0.accept()
-        elif moment == "torchrun still imports torch":
-            until(lambda: processes_with(script))
-        elif moment == "the ranks run, and ignore signals":
-            until(lambda: len(list(tmp_path.glob("rank *"))) == 2)
-        else:
-            until(lambda: listens(port))
-        assert process.poll() is None, output.read_text()
-        os.write(keyboard, b"\x03")
-        assert process.wait(SECONDS) == 130, output.read_text()
-        until(lambda: not processes_with(script))
-    finally:
-        for pid in processes_with(script):
-            os.kill(pid, signal.SIGKILL)
+    with socket.create_server(("127.0.0.1", 0)) as node_0:
+        env = {"SCRIPT": script, "MASTER_PORT": node_0.getsockname()[1], **node}
+        process, keyboard = begin_at_a_terminal(output, "bash", LAUNCH / name, tmp_path, **env)
+        try:
+            if "waits for node 0" in moment:  # it takes the call, and says nothing
+                node_0.settimeout(SECONDS)
+                _connection = node_0.accept()
+            elif moment == "torchrun still imports torch":
+                until(lambda: processes_with(script))
+            else:
+                until(lambda: len(list(tmp_path.glob("rank *"))) == 2)
+            assert process.poll() is None, output.read_text()
+            os.write(keyboard, b"\x03")
+            assert process.wait(SECONDS) == 130, output.read_text()
+            until(lambda: not processes_with(script))
+        finally:
+            for pid in processes_with(script):
+                os.kill(pid, signal.SIGKILL)

@@ -17,12 +17,11 @@ import compare
 import reducers
 import ring
 from common.options import UsageError
-from local_ranks.chapters import ROOT
 from local_ranks.machine import scratch_folder
 from local_ranks.on_ranks import gather_from_ranks, on_ranks, run_on_ranks
 from local_ranks.run_files import Run
 from local_ranks.stage_files import Change
-from local_ranks.train_stage import default_dtype, load_stage, run_main, train_once
+from local_ranks.train_stage import default_dtype, few_digits, load_stage, run_main, train_once
 
 NAMES = ("per-parameter", "flat", "bucketed", "ring")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}
@@ -130,13 +129,13 @@ def train_with(rank: int, name: str, *flags: str) -> None:
 
 def losses_of_stage_03(name: str, *flags: str) -> list[float]:
     folder = scratch_folder()
-    where = ("--device=cpu", f"--data-dir={ROOT / 'data'}", f"--run-dir={folder}", "--world-size=2")
-    run_on_ranks(2, train_with, name, *flags, *where)
+    where = ("--device=cpu", f"--run-dir={folder}", "--world-size=2")
+    run_on_ranks(2, train_with, name, *where, *flags)
     return Run(folder, [], "").losses.tolist()
 
 
 def test_stage_03_learns_the_same_to_the_bit_with_each_reducer():
-    flags = ("--epochs=2", "--batch-size=500")
+    flags = (*few_digits(), "--epochs=1", "--batch-size=60")
     expected = train_once("03", 2, *flags, dtype=torch.float32).losses.tolist()
     for name in NAMES:
         assert losses_of_stage_03(name, *flags) == expected, name

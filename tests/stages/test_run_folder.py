@@ -147,12 +147,10 @@ def log(tmp_path):
     return grown
 
 
-@pytest.mark.parametrize("damage", [b"", b"{}\n\0\0\0"])
-def test_resuming_only_adds_to_a_log(damage, tmp_path, log):
-    """The log may be one that a crash has damaged."""
+def test_resuming_only_adds_to_a_log_although_a_crash_has_damaged_it(tmp_path, log):
     train("01", 1, *FIVE_STEPS, folder=tmp_path)
     with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(damage)
+        file.write(b"{}\n\0\0\0")
     assert log() == list(range(1, 6))
     train("01", 1, *FIVE_STEPS, "--epochs=2", "--resume=auto", folder=tmp_path)
     assert log() == list(range(1, 11))
@@ -173,25 +171,23 @@ def test_a_run_that_ends_before_it_saves_takes_nothing_from_the_log(tmp_path, lo
     assert log() == list(range(1, 11))
 
 
-@pytest.mark.parametrize("key", ["01", "survive"])
-def test_a_run_that_is_killed_while_it_saves_resumes_from_the_checkpoint_before(key, tmp_path, log):
-    """Which is then the only one; a stage once began anew without a word."""
+def test_01_resumes_from_the_checkpoint_before_that_a_killed_run_of_survive_has_left(tmp_path, log):
+    """It is then the only one; a stage once began anew without a word."""
     train("survive", 1, *FIVE_STEPS, "--epochs=2", **FP32, folder=tmp_path)
     assert log() == list(range(1, 11))
     (tmp_path / "checkpoint.pt").unlink()
-    run = train(key, 1, *FIVE_STEPS, "--epochs=3", "--resume=auto", **FP32, folder=tmp_path)
+    run = train("01", 1, *FIVE_STEPS, "--epochs=3", "--resume=auto", **FP32, folder=tmp_path)
     assert re.findall(r"epoch (\d)/3", run.output) == ["2", "3"]
     assert log() == list(range(1, 16))
     assert not (tmp_path / "old1").exists()
 
 
-@pytest.mark.parametrize("key", ["01", "survive"])
-def test_a_run_that_finds_nothing_to_resume_is_new_and_sets_the_old_log_aside(key, tmp_path, log):
-    train(key, 1, *FIVE_STEPS, "--epochs=2", **FP32, folder=tmp_path)
+def test_a_run_that_finds_nothing_to_resume_is_new_and_sets_the_old_log_aside(tmp_path, log):
+    train("survive", 1, *FIVE_STEPS, "--epochs=2", **FP32, folder=tmp_path)
     assert log() == list(range(1, 11))
     for file in tmp_path.glob("checkpoint*"):
         file.rename(tmp_path / f"my-{file.name}")
-    run = train(key, 1, *FIVE_STEPS, "--resume=auto", **FP32, folder=tmp_path)
+    run = train("survive", 1, *FIVE_STEPS, "--resume=auto", **FP32, folder=tmp_path)
     assert log("old1/metrics.jsonl") == list(range(1, 11))
     assert [line["step"] for line in run.metrics] == list(range(1, 6))
 
@@ -199,19 +195,18 @@ def test_a_run_that_finds_nothing_to_resume_is_new_and_sets_the_old_log_aside(ke
 # Old runs, and a full disk
 
 
-@pytest.mark.parametrize("key", ["01", "survive"])
-def test_a_new_run_in_a_folder_mixes_nothing_with_the_one_before(key, tmp_path):
+def test_a_new_run_in_a_folder_mixes_nothing_with_the_one_before(tmp_path):
     """Which is kept and can be resumed. The control: a run that is resumed keeps its own."""
-    first = train(key, 1, *FIVE_STEPS, **FP32, folder=tmp_path)
-    train(key, 1, *FIVE_STEPS, "--epochs=2", "--resume=auto", **FP32, folder=tmp_path)
+    first = train("survive", 1, *FIVE_STEPS, **FP32, folder=tmp_path)
+    train("survive", 1, *FIVE_STEPS, "--epochs=2", "--resume=auto", **FP32, folder=tmp_path)
     assert not (tmp_path / "old1").exists()
     weights = first.checkpoint["model"]["fc2.bias"]
-    second = train(key, 1, *FIVE_STEPS, "--seed=5", **FP32, folder=tmp_path)
+    second = train("survive", 1, *FIVE_STEPS, "--seed=5", **FP32, folder=tmp_path)
     assert [line["step"] for line in second.metrics] == list(range(1, 6))
     assert not weights.equal(second.checkpoint["model"]["fc2.bias"])
     assert not (tmp_path / "checkpoint.before.pt").exists()
     old = train(
-        key, 1, *FIVE_STEPS, "--epochs=3", "--resume=auto", **FP32, folder=tmp_path / "old1"
+        "survive", 1, *FIVE_STEPS, "--epochs=3", "--resume=auto", **FP32, folder=tmp_path / "old1"
     )
     assert [line["step"] for line in old.metrics] == list(range(1, 16))
     (tmp_path / "checkpoint.pt").unlink()  # as if the second had ended before its first checkpoint
