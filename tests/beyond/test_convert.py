@@ -29,7 +29,6 @@ from local_ranks.scripts import run_script
 from prove_runs import TORCHRUN, run
 from repository_pages import ROOT, fences, shell
 
-
 SCRIPTS = [(CLASSIFIER, 80, [15] * 6), (DETECTOR, 230, [31, 15, 22])]
 
 
