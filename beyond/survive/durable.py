@@ -185,6 +185,7 @@ def main() -> None:
     path.write_bytes(data)
     newest = newest_whole(path)
     print(f"a bit of {path.name} flips: the newest whole checkpoint is {newest and newest.name}")
+    SAVED_HERE.clear()  # as in a new process, which resumes the run
     with replacing(path) as file:
         torch.save({"step": 4}, file)
     steps = [torch.load(each, weights_only=True)["step"] for each in (path, previous_path(path))]
