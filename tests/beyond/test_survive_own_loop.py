@@ -93,7 +93,7 @@ def test_a_loop_of_ones_own_takes_a_gpu_that_it_sees(gpus, device, tmp_path, mon
     torchrun = dict(zip(launch.TORCHRUN, "1122", strict=True))
     cuda = patch.multiple(torch.cuda, is_available=lambda: gpus > 0, device_count=lambda: gpus)
     monkeypatch.setattr(sys, "argv", ["own_loop.py", str(tmp_path)])
-    with cuda, patch.dict(os.environ, torchrun), patch.object(launch, "join_process_group") as join:
+    with cuda, patch.dict(os.environ, torchrun), patch("launch.join_process_group") as join:
         join.side_effect = StopIteration
         with pytest.raises(StopIteration):
             runpy.run_path(str(OWN_LOOP), run_name="__main__")

@@ -67,9 +67,9 @@ class GetsSigterm(list):
         return get_sigterm, ()
 
 
-def start_a_worker(rank: int, loader_class: type, start_method: str) -> tuple:
+def start_a_worker(rank: int, ours: bool, start_method: str) -> tuple:
     """What the rank gets of a worker that got SIGTERM, how often it did itself, what it blocks."""
-    signals = []
+    signals, loader_class = [], RankLoader if ours else DataLoader
     signal.signal(signal.SIGTERM, lambda *_: signals.append(rank))
     multiprocessing.set_forkserver_preload(["torch", "pytest"])
     module, name = _utils.signal_handling, "_set_worker_signal_handlers"
@@ -87,9 +87,9 @@ def start_a_worker(rank: int, loader_class: type, start_method: str) -> tuple:
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 def test_sigterm_does_not_kill_a_loader_that_is_starting(start_method):
     """The control: a loader of torch that has the same init function, which then comes too late."""
-    [(answer, signals, blocked)] = run_on_ranks(1, start_a_worker, RankLoader, start_method)
+    [(answer, signals, blocked)] = run_on_ranks(1, start_a_worker, True, start_method)
     assert answer == [0.0]
     assert signals == (start_method == "fork"), "the rank's own SIGTERM is not lost"
     assert blocked == set()
-    [(answer, *_)] = run_on_ranks(1, start_a_worker, DataLoader, start_method)
+    [(answer, *_)] = run_on_ranks(1, start_a_worker, False, start_method)
     assert "DataLoader worker" in answer
