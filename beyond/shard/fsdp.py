@@ -17,13 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn import Parameter
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shards import (
     ReduceScatter,
@@ -31,22 +28,11 @@ from shards import (
     Shards,
     all_gather_single,
     clip_grad_norm,
-    require_elementwise,
     require_gradients,
 )
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 Place = tuple[torch.Size, tuple[int, ...], int]  # size, stride, offset of a view in a flat tensor
-
-
-def refuse_parts(optimizer: optim.Optimizer, *_: Any) -> None:
-    """Raise ShardingError before the step of an optimizer that would misunderstand parts."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(hasattr(parameter, "is_part") for parameter in parameters):
-        require_elementwise(type(optimizer))
-
-
-register_optimizer_step_pre_hook(refuse_parts)
 
 
 class GatherParameters(torch.autograd.Function):
@@ -73,24 +59,6 @@ class WithOriginalForward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.compute(*args, **kwargs)
-
-
-class WholeInBackward(dict[str, Parameter | None]):
-    """A module's parameters, which are this rank's parts, but whole ones if backward reads them.
-
-    It does where torch.utils.checkpoint inside a layer computes a piece of forward again.
-    """
-
-    def __init__(self, parameters: dict[str, Parameter | None], layer: "ShardedLayer") -> None:
-        super().__init__(parameters)
-        self.layer = layer
-
-    def __getitem__(self, name: str) -> Any:
-        tensor: Any = super().__getitem__(name)
-        in_backward = torch._C._current_graph_task_id() >= 0
-        if in_backward and not self.layer.is_running and hasattr(tensor, "is_part"):
-            return self.layer.whole(tensor)
-        return tensor
 
 
 class CallOrder:
@@ -168,8 +136,6 @@ class ShardedLayer:
         dist.broadcast(flat, src=0)  # every rank starts from rank 0's weights
         self.shard = self.shards.shard_of(flat).clone()
         self.owned = [Parameter(part) for part in self.shards.parts_of(self.shard)]
-        for part in self.owned:
-            part.is_part = True  # type: ignore[attr-defined]
         part_of = dict(zip(trained.values(), self.owned, strict=True))
         for full_name, parameter in [*module.named_parameters(remove_duplicate=False)]:
             if parameter in part_of:  # two names of one parameter get the same part
@@ -177,12 +143,8 @@ class ShardedLayer:
                 setattr(module.get_submodule(owner), leaf, part_of[parameter])
         self.flat: Tensor | None = None  # all parameters, while they are unsharded
         self.gather_work: dist.Work | None = None
-        self.read_again: dict[Parameter, Tensor] = {}  # while a checkpoint computes again
-        self.is_running = False
         self.backward_needs_it = False
         self.missing = set(self.names)  # those to which no backward has given a gradient yet
-        for submodule in module.modules():
-            submodule._parameters = WholeInBackward(submodule._parameters, self)
         module.forward = self.run
 
     def start_gather(self) -> None:
@@ -206,14 +168,6 @@ class ShardedLayer:
     def free(self) -> None:
         self.wait()
         self.flat = None
-        self.read_again.clear()
-
-    def whole(self, part: Parameter) -> Tensor:
-        """Return the unsharded parameter; its gradient, if it has one, goes to the owners."""
-        if not self.read_again:
-            parameters = GatherParameters.apply(self, *self.owned)
-            self.read_again = dict(zip(self.owned, parameters, strict=True))
-        return self.read_again[part]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Compute. The model calls this as the module's forward."""
@@ -222,14 +176,13 @@ class ShardedLayer:
         named = {f"module.{n}": p for n, p in zip(self.names, parameters, strict=True)}
         if following := self.order.after(self):
             following.start_gather()  # meanwhile, this layer computes
-        self.order.computing, self.is_running = self, True
+        self.order.computing = self
         try:
             with saved_tensors_hooks(self.pack, self.unpack):
                 result = functional_call(self.original, named, args, kwargs)
             self.order.computing = None  # not after an error, which is then of this layer
             return result
         finally:
-            self.is_running = False
             if not self.order.is_last(self) or not torch.is_grad_enabled():
                 self.free()  # backward begins with the last layer, which stays
 
@@ -281,11 +234,6 @@ def layers_of(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modu
 
 def check_parameters(model: nn.Module, layers: dict[str, nn.Module]) -> None:
     """Raise ShardingError for a parameter of more than one layer, or one that nothing fills."""
-    for name, module in model.named_modules():
-        for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, (SpectralNorm, WeightNorm)):
-                why = f"{type(hook).__name__} of {name} reads a weight before the layer's forward"
-                raise ShardingError(f"{why}: use torch.nn.utils.parametrizations instead")
     users: dict[Parameter, list[tuple[str, str]]] = {}  # layer and full name
     for name, parameter in model.named_parameters(remove_duplicate=False):
         layer = next((key for key in layers if name.startswith(f"{key}.")), "the model itself")
@@ -320,7 +268,7 @@ class FSDP(nn.Module):
     A model that was built on the meta device gets its memory here, on `device`, layer by layer, and
     its weights by each module's reset_parameters. Frozen parameters and those outside of all layers
     are not sharded. Every forward is a collective: every rank must call it. Raises ShardingError
-    for a parameter that several layers share.
+    for a parameter that several layers share. Its optimizer must treat each element apart.
     """
 
     def __init__(self, model: nn.Module, device: torch.device | str = "cpu") -> None:

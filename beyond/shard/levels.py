@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from fsdp import FSDP, layers_of
 from full_state import FullModelState, FullOptimizerState
 from library_state import LibraryModelState, LibraryOptimizerState, LibraryZeroState
+from shards import require_elementwise
 from zero import ShardedGradients, ShardedOptimizer
 
 LEVELS = ("none", "optimizer", "gradients", "parameters")
@@ -55,6 +56,7 @@ def by_hand(
 ) -> ShardedTraining:
     """Make a training with our own classes. options: of the optimizer."""
     if level == "parameters":
+        require_elementwise(optimizer_class)
         fsdp = FSDP(model)
         optimizer = optimizer_class(fsdp.parameters(), **options)
         states = FullModelState(fsdp), FullOptimizerState(fsdp, optimizer)

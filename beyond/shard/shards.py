@@ -101,9 +101,7 @@ class Shards:
         for view, part in zip(self.parts_of(shard), parts, strict=True):
             view.copy_(part)
         flat = self.new_flat(like=shard) if self.rank == 0 else None
-        chunks = flat.chunk(self.world_size) if flat is not None else ()
-        received = [chunk.view(torch.uint8) for chunk in chunks]  # gloo gathers no complex numbers
-        dist.gather(shard.view(torch.uint8), received or None)
+        dist.gather(shard, [*flat.chunk(self.world_size)] if flat is not None else None)
         return self.views(flat.cpu()) if flat is not None else []
 
 
@@ -136,9 +134,8 @@ class ReduceScatter:
 
 
 def squared_norm(gradient: Tensor) -> Tensor:
-    """Return the squared norm in float64, (). Of a complex number, both parts count."""
-    dtype = torch.complex128 if gradient.is_complex() else torch.float64
-    return torch.linalg.vector_norm(gradient, dtype=dtype).square()
+    """Return the squared norm in float64, ()."""
+    return torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
 
 
 @torch.no_grad()

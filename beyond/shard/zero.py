@@ -102,15 +102,8 @@ class ShardedOptimizer(optim.Optimizer):
                 own.grad = None if p.grad is None else p.grad.reshape(-1)[part]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's parts, then exchange them. Every rank must call it.
-
-        Returns the loss that a closure computes, which also has to call backward.
-        """
-        loss = None
-        if closure:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self) -> None:  # type: ignore[override]  # it takes no closure
+        """Update this rank's parts, then exchange them. Every rank must call it."""
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: group[key] for key in group if key != "params"})
         self.give_gradients()
@@ -118,7 +111,6 @@ class ShardedOptimizer(optim.Optimizer):
         self.inner.zero_grad()
         for bucket in self.buckets:
             bucket.send_updated()
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         raise ShardingError(

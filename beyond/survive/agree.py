@@ -5,23 +5,19 @@ python beyond/survive/agree.py
 If one rank leaves the loop alone, the others wait for it. So every decision is a small collective.
 """
 
-import hashlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-
-from launch import machine_id
 
 VOTE_SECONDS = 0.25  # from one vote to the next
 LONGEST_INTERVAL = 50  # steps from one vote to the next, in case they suddenly become slow
@@ -101,39 +97,6 @@ class Agreement:
             if value != expected:
                 raise AgreementError(f"{name} is {value} on rank {self.rank}, {expected} on rank 0")
 
-    def first_valid(self, check: Callable[[Path], bool], paths: Sequence[Path]) -> Path | None:
-        """Return the first of these files that passes the check, as this rank sees them, or None.
-
-        The check may read a long file. So of the ranks that see the same file, which is a matter of
-        the machine and of the inode and not of the name, the lowest reads it and tells the others.
-        A rank with a disk of its own reads for itself: another rank's answer says nothing about it.
-        """
-        first = None
-        for path in paths:
-            passed = self._check_once(check, path)
-            if first is None and passed[self.rank]:
-                first = path
-            if all(passed):  # the same answers are known to all ranks, so all stop here
-                break
-        return first
-
-    def _check_once(self, check: Callable[[Path], bool], path: Path) -> list[bool]:
-        """Return check(path) of each rank, made by the lowest of those that see the same file.
-
-        check: must not raise, because the other ranks wait for its answer.
-        """
-        seen = self._gather(same_file_number(path))
-        readers = [seen.index(number) for number in seen]  # who answers for each rank
-        exists, is_reader = seen[self.rank] != 0, readers[self.rank] == self.rank
-        answers = self._gather(int(exists and is_reader and check(path)))
-        return [bool(answers[reader]) for reader in readers]
-
-    def _gather(self, value: int) -> list[int]:
-        """Return the values of all ranks, in the order of the ranks."""
-        ranks = [torch.zeros((), dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(ranks, torch.tensor(value), self.group)  # every rank must reach this line
-        return [int(each) for each in ranks]
-
     def mean_or_end(
         self, losses: Tensor, model: nn.Module, step: int, scale: float = 1.0
     ) -> Tensor:
@@ -152,16 +115,6 @@ class Agreement:
                 why = f"gradients are inf or nan even with the loss scaled by {scale:.0e}"
                 raise AgreementError(f"{why}: try --amp bf16, or a lower --lr")
         return torch.stack(ranks).mean(dim=0)
-
-
-def same_file_number(path: Path) -> int:
-    """Return a number below 2**63 that only the same file on the same machine has; 0 if none is."""
-    try:
-        file = path.stat()
-    except OSError:
-        return 0
-    name = f"{machine_id()} {file.st_dev} {file.st_ino}"
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 
 
 def refuse_nan(losses: Tensor, model: nn.Module, step: int) -> None:

@@ -7,9 +7,8 @@ import hashlib
 import os
 import random
 import tempfile
-import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch.utils.data import Dataset, Sampler
 MARK = b"\nsha256 "  # before the checksum, at the end of a file; torch.load ignores both
 SEAL_BYTES = len(MARK) + 64  # the mark and the checksum
 CHUNK_BYTES = 2**20  # memory holds so much of a file at a time
+SAVED_HERE: set[Path] = set()  # the checkpoints that this process has written
 
 
 class CheckpointError(ValueError):
@@ -60,8 +60,6 @@ class HashingFile:
         if self.error:
             raise self.error
         self.file.flush()
-        # In whole seconds: then each later change shows, even one within a tick of the clock.
-        os.utime(self.file.fileno(), (time.time(), int(time.time())))
         os.fsync(self.file.fileno())
 
 
@@ -75,46 +73,22 @@ def replacing(path: Path) -> Iterator[Any]:
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")  # another run must not write to it
     try:
         # A damaged one must not replace the good one before it. What this process has saved itself
-        # is read again only if the disk says that it has changed since.
-        if OWN_FILES.is_unchanged(path) or is_whole(path):
+        # is not read again.
+        if (path in SAVED_HERE and path.exists()) or is_whole(path):
             path.replace(previous_path(path))
         file = HashingFile(unfinished)
         with file.file:
             yield file
             file.seal()
         unfinished.replace(path)  # not earlier: a power cut could leave zeros
-        OWN_FILES.note(path)
+        SAVED_HERE.add(path)
     except (OSError, RuntimeError) as error:  # RuntimeError: torch.save's
         with suppress(OSError):  # the folder itself may be what cannot be written
             unfinished.unlink(missing_ok=True)  # but not path: what is there is not of this save
         why, todo = "there is no whole one before", "make room, then start again"
-        if first_valid(is_whole, (path, previous_path(path))):
+        if is_whole(path) or is_whole(previous_path(path)):
             why, todo = "the one before is whole", "make room, then --resume auto"
         raise CheckpointError(f"cannot write {path} ({error}), {why}: {todo}") from error
-
-
-def file_state(path: Path) -> tuple[int, ...]:
-    """Return numbers of this file that change with every write to it."""
-    file = path.stat()
-    return file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns
-
-
-class OwnFiles:
-    """The files that this process has saved, as the disk has described them then."""
-
-    def __init__(self) -> None:
-        self.states: dict[Path, tuple[int, ...]] = {}
-
-    def note(self, path: Path) -> None:
-        """Remember that this process has just saved this file."""
-        self.states[path] = file_state(path)
-
-    def is_unchanged(self, path: Path) -> bool:
-        """Tell whether this process has saved this file, and nobody has written to it since."""
-        return path in self.states and path.exists() and self.states[path] == file_state(path)
-
-
-OWN_FILES = OwnFiles()
 
 
 def is_whole(path: Path) -> bool:
@@ -147,19 +121,12 @@ def sha256(file: BinaryIO, size: int) -> str:
     return digest.hexdigest()
 
 
-def first_valid(check: Callable[[Path], bool], paths: Sequence[Path]) -> Path | None:
-    """Return the first of these files that passes the check, or None."""
-    return next((path for path in paths if check(path)), None)
-
-
-def newest_whole(path: Path, choose: Callable = first_valid) -> Path | None:
-    """Return the checkpoint at this path; if it is damaged, the one before; None without both.
-
-    choose: the first file that passes a check. With Agreement.first_valid, one rank reads for all.
-    """
+def newest_whole(path: Path) -> Path | None:
+    """Return the checkpoint at this path; if it is damaged, the one before; None without both."""
     candidates = (path, previous_path(path))
-    if whole := choose(is_whole, candidates):
-        return whole
+    for candidate in candidates:
+        if is_whole(candidate):
+            return candidate
     if damaged := [each for each in candidates if each.exists()]:
         raise CheckpointError(f"{damaged[0]} is damaged: resume from another one, or delete it")
     return None
@@ -218,6 +185,7 @@ def main() -> None:
     path.write_bytes(data)
     newest = newest_whole(path)
     print(f"a bit of {path.name} flips: the newest whole checkpoint is {newest and newest.name}")
+    SAVED_HERE.clear()  # as in a new process, which resumes the run
     with replacing(path) as file:
         torch.save({"step": 4}, file)
     steps = [torch.load(each, weights_only=True)["step"] for each in (path, previous_path(path))]

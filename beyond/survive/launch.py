@@ -1,23 +1,17 @@
-"""Connects the ranks of a run, and handles time limits, restarts, shared GPUs and errors.
+"""Lets the ranks of a run meet: within a time limit, after a restart, and on shared GPUs.
 
 python beyond/survive/launch.py
 """
 
 import os
 import re
-import signal
 import socket
 import sys
-import threading
 from datetime import timedelta
-from multiprocessing import resource_tracker
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.utils.data import DataLoader
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 SRUN = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
@@ -141,58 +135,6 @@ def each_rank_has_a_gpu(
     if rank == 0 and gpus < world_size:
         print(f"{world_size} ranks share {gpus} GPUs: gloo, not nccl")
     return gpus == world_size
-
-
-def machine_id() -> str:
-    """Return what tells this machine from others, and from itself before a reboot."""
-    boot = Path("/proc/sys/kernel/random/boot_id")  # Linux has it
-    return boot.read_text().strip() if boot.exists() else os.uname().nodename
-
-
-def process_identity(pid: int) -> list[str] | None:
-    """Return what identifies a process on all machines; a PID alone is used again."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        if state == "Z":  # it has ended, and its parent has not yet asked how
-            return None
-        return [machine_id(), os.readlink(f"/proc/{pid}/ns/pid"), str(pid), fields[18]]
-    except OSError:  # it has ended, or this is not Linux
-        return None
-
-
-def end_with_rank(_: int) -> None:
-    """End a loader process (as worker_init_fn) when the rank ends, not sooner and not later.
-
-    SIGTERM often goes to all processes of a job. If the loaders ended, the rank could not finish
-    its step. If a fork server has started a loader (the default since Python 3.14), the loader
-    outlives a killed rank, because torch only sees that the fork server is still there.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if rank := mp.parent_process():
-
-        def wait() -> None:
-            rank.join()
-            os._exit(1)
-
-        threading.Thread(target=wait, daemon=True).start()
-
-
-class RankLoader(DataLoader):
-    """A DataLoader whose worker processes end when their rank does, as `end_with_rank` says."""
-
-    def __iter__(self) -> Any:
-        """Start the workers with SIGTERM blocked, which they inherit.
-
-        torch lets SIGTERM kill a worker from its first lines on, and calls end_with_rank only some
-        of them later: on a busy machine, a quarter of a second.
-        """
-        self.worker_init_fn = end_with_rank
-        resource_tracker.ensure_running()  # because it unblocks SIGTERM when Python starts it
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-        try:
-            return super().__iter__()
-        finally:  # a SIGTERM that has come meanwhile reaches the rank now
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def join_or_give_up(rank: int, port: int, ranks_that_start: int) -> None:

@@ -27,7 +27,7 @@ def train(device: torch.device, agreement: Agreement, watchdog: Watchdog) -> Non
     model = torch.nn.Linear(8, 1).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     step, losses = 0, []
-    path = durable.newest_whole(CHECKPOINT, agreement.first_valid)  # 1. the newest that is whole
+    path = durable.newest_whole(CHECKPOINT)  # 1. the newest that is whole
     if path:
         state = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])

@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node=2 beyond/survive/train.py --resume auto
 """
 
 from argparse import BooleanOptionalAction, Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +25,8 @@ from common.data import ImageSet, load_dataset, loader_options, local_batch_size
 from common.models import build_model
 from common.options import UsageError, exit_on, float_at_least, int_at_least, make_parser
 from common.record import Progress, Recorder, say
-from launch import LaunchError, RankLoader, join_process_group, read_launcher
+from launch import LaunchError, join_process_group, read_launcher
+from rank_loader import RankLoader
 from schedule import add_schedule, learning_rates
 from sync_batchnorm import convert_sync_batchnorm
 from watchdog import Watchdog
@@ -48,17 +49,14 @@ def parse_args() -> Namespace:
     return parser.parse_args()
 
 
-def find_checkpoint(args: Namespace, first_valid: Callable) -> Path | None:
-    """Return what --resume names; with auto, this run's newest checkpoint that is whole.
-
-    first_valid: the first of several files that passes a check, which one rank makes for all.
-    """
+def find_checkpoint(args: Namespace) -> Path | None:
+    """Return what --resume names; with auto, this run's newest checkpoint that is whole."""
     if args.resume is None:
         return None
     if args.resume == "auto":
-        return durable.newest_whole(args.run_dir / "checkpoint.pt", first_valid)
+        return durable.newest_whole(args.run_dir / "checkpoint.pt")
     path = Path(args.resume)
-    if first_valid(durable.is_whole, [path]):
+    if durable.is_whole(path):
         return path
     raise durable.CheckpointError(f"{path} is missing, damaged or no checkpoint: name another")
 
@@ -169,10 +167,9 @@ class PreparedRun(NamedTuple):
     recorder: Recorder
 
 
-def prepare(
-    args: Namespace, path: Path | None, device: torch.device, rank: int, world_size: int
-) -> PreparedRun:
-    """What one rank can do, and check, alone. path: the checkpoint to start from."""
+def prepare(args: Namespace, device: torch.device, rank: int, world_size: int) -> PreparedRun:
+    """What one rank can do, and check, alone."""
+    path = find_checkpoint(args)
     micro_batch = local_batch_size(args.batch_size, world_size * args.accumulate)
     norm_batch = micro_batch * world_size if args.sync_bn else micro_batch
     train_set, test_set = load_dataset(args)
@@ -219,9 +216,7 @@ def save(path: Path, run: PreparedRun) -> None:
 def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog: Watchdog) -> None:
     rank, world_size, path = agreement.rank, agreement.world_size, args.run_dir / "checkpoint.pt"
     with agreement.fail_together():
-        resumed = find_checkpoint(args, agreement.first_valid)
-    with agreement.fail_together():
-        run = prepare(args, resumed, device, rank, world_size)
+        run = prepare(args, device, rank, world_size)
     recorder, progress = run.recorder, run.recorder.progress
     agreement.require_same(progress.step, "the step to resume from")  # is --run-dir a shared disk?
     test_shard = range(rank, len(run.test_set), world_size)  # each sample once

@@ -20,12 +20,11 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-from launch import process_identity
 
 BEAT_SECONDS = 0.25  # from one note to the next: a beat, in which the other limits are counted
 ENDED_BEATS = 20  # 5 s without a note of a process that has ended: it will never say why
@@ -200,6 +199,18 @@ def is_of_a_collective(error: BaseException) -> bool:
     """Tell whether a collective has failed, and not something else that a rank does."""
     from_gloo = type(error) is RuntimeError and GLOO.match(str(error))
     return bool(from_gloo) or isinstance(error, dist.DistError)
+
+
+def process_identity(pid: int) -> list[str] | None:
+    """Return what identifies a process on all machines; a PID alone is used again."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        if state == "Z":  # it has ended, and its parent has not yet asked how
+            return None
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return [machine, os.readlink(f"/proc/{pid}/ns/pid"), str(pid), fields[18]]
+    except OSError:  # it has ended, or this is not Linux
+        return None
 
 
 def has_ended(process: list[str] | None) -> bool:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD, AdamW, NAdam
-from torch.utils.checkpoint import checkpoint
 
 import text_model
 from local_ranks.stage_files import LESSON_FOLDERS, fresh_module
@@ -60,43 +59,9 @@ class Odd(nn.Module):
         return self.last(self.twice(self.twice(hidden))) * self.scale * self.factors
 
 
-class Complex(nn.Module):
-    """A network whose weights and gradients are complex numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (
-            nn.Linear(*size, dtype=torch.cdouble) for size in ((7, 9), (9, 3))
-        )
-
-    def forward(self, inputs):  # (B, 7) -> (B, 3)
-        return self.second(self.first(inputs.cdouble()).tanh()).abs()
-
-
-class Recomputing(nn.Module):
-    """Backward computes its forward again in two pieces; the second one reads a bare parameter."""
-
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        self.up, self.down, self.out = nn.Linear(5, 11), nn.Linear(11, 5), nn.Linear(5, 5)
-        self.scale = nn.Parameter(torch.rand(5))
-        self.use_reentrant = use_reentrant
-
-    def forward(self, hidden):  # (B, 5) -> the same
-        pieces = (lambda x: self.down(self.up(x).tanh())), (lambda x: x.tanh() * self.scale)
-        for piece in pieces:
-            hidden = checkpoint(piece, hidden, use_reentrant=self.use_reentrant)
-        return self.out(hidden)
-
-
 MODELS = {
     "odd": Odd,
-    "complex": Complex,
     "transformer": lambda: text_model.Transformer(8, layers=2),
-    "checkpoint": lambda: nn.Sequential(nn.Linear(7, 5), Recomputing(False), nn.Linear(5, 3)),
-    "reentrant checkpoint": lambda: nn.Sequential(
-        nn.Linear(7, 5), Recomputing(True), nn.Linear(5, 3)
-    ),
 }
 
 

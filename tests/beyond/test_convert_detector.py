@@ -1,4 +1,4 @@
-"""convert/detector: after eight steps, two ranks train and judge it as one process does."""
+"""convert/detector: after three steps, two ranks train and judge it as one process does."""
 
 import re
 import shutil
@@ -34,7 +34,7 @@ def scenes(train: int = 8, val: int = 8, empty: float = 0.0) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("step", range(1, 9))
+@pytest.mark.parametrize("step", [1, 2, 3])
 def test_the_script_runs_after_each_step_and_shows_what_the_readme_says(step, tmp_path):
     script = versions(DETECTOR)[step]
     (tmp_path / "mine.py").write_text(script.replace(*SHALLOW))
@@ -42,18 +42,17 @@ def test_the_script_runs_after_each_step_and_shows_what_the_readme_says(step, tm
     assert status == (0, 0), output
     assert ["rank 0 of 2" in output[0], "rank 1 of 2" in output[1]] == [True, True]
     losses = [re.findall(r"epoch 1  loss (\S+)", text) for text in output]
-    assert (losses[0] == losses[1]) == (step < 3), "from step 3 on, the ranks see other images"
-    assert [len(x) for x in losses] == [1, step < 8], "rank 0 alone logs"
+    assert losses[0] != losses[1], "the ranks see other images"
+    assert [len(x) for x in losses] == [1, step < 3], "rank 0 alone logs"
 
 
-@pytest.mark.parametrize(("step", "missing"), [(4, {"files", "weights"}), (8, set())])
-def test_prove_says_what_the_detector_still_misses_after_a_step(step, missing, tmp_path):
-    script = versions(DETECTOR)[step].replace(*SHALLOW)
+def test_prove_finds_nothing_wrong_in_the_converted_detector(tmp_path):
+    """What prove says of the steps before: test_convert.py, of the classifier."""
+    script = versions(DETECTOR)[-1].replace(*SHALLOW)
     flags = (*SMALL, f"--data-dir={scenes(8, 2)}", "--epochs=1", "--image-size=48")
     verdict_of = proof(tmp_path, script, flags=flags)
-    wrong = {check for check, verdict in verdict_of.items() if verdict == "WRONG"}
-    assert (missing <= wrong, bool(wrong)) == (True, bool(missing)), verdict_of
-    assert (verdict_of["one rank"] == "right") == (step == 8)
+    assert "WRONG" not in verdict_of.values(), verdict_of
+    assert verdict_of["one rank"] == "right"
 
 
 def _run(rank: int, name: str | Path, flags: tuple, *changes: tuple[str, str]) -> dict:

@@ -2,11 +2,8 @@
 
 import os
 import signal
-import tempfile
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 import agree
 from local_ranks.machine import stopped_clock
@@ -111,42 +108,3 @@ def test_the_mean_loss_of_an_epoch_ends_all_ranks_if_it_cannot_be_saved(rank):
     weight = f"AgreementError: a weight is nan or inf after step 10: {LOWER_LR}"
     assert gather_from_ranks(outcome(mean, losses)) == [SILENT, weight, SILENT]
     assert agreement.stopped, "a vote is read at the end of an epoch at the latest"
-
-
-def shared_folder(rank: int) -> Path:
-    made = [tempfile.mkdtemp() if rank == 0 else None]
-    dist.broadcast_object_list(made)
-    return Path(made[0])
-
-
-@on_ranks(3)
-def test_one_rank_reads_a_file_for_all_that_see_it_and_all_learn_the_answer(rank):
-    """Three ways to see the files: one disk; a disk for rank 1 alone; a file that rank 1 lacks."""
-    folder, agreement, read = shared_folder(rank), agree.Agreement(30), []
-
-    def is_whole(path: Path) -> bool:
-        read.append(path.name)
-        return path.read_text() == "whole"
-
-    def first_whole(*names: str) -> list:
-        """Gather each rank's first of these files that is whole, and the files that it has read."""
-        read.clear()
-        valid_path = agreement.first_valid(is_whole, [folder / name for name in names])
-        return gather_from_ranks((valid_path and valid_path.name, tuple(read)))
-
-    if rank == 0:
-        for name in ("a", "b", "0", "2"):
-            (folder / name).write_text("whole")
-        for name in ("1", "bad"):
-            (folder / name).write_text("damaged")
-        os.link(folder / "a", folder / "other name of a")
-    agreement.barrier()
-    assert first_whole("a", "b") == [("a", ("a",)), ("a", ()), ("a", ())]
-    assert first_whole("bad", "b") == [("b", ("bad", "b")), ("b", ()), ("b", ())]
-    assert first_whole("bad") == [(None, ("bad",)), (None, ()), (None, ())]
-    name = "other name of a" if rank == 2 else "a"
-    assert first_whole(name) == [("a", ("a",)), ("a", ()), ("other name of a", ())], "by its inode"
-    own = first_whole(str(rank), "b")  # rank 1's file is damaged, and only rank 1 can say so
-    assert own == [("0", ("0", "b")), ("b", ("1",)), ("2", ("2",))]
-    missing = first_whole("nowhere" if rank == 1 else "a", "b")
-    assert missing == [("a", ("a", "b")), ("b", ()), ("a", ())]
