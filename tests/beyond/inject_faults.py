@@ -272,7 +272,7 @@ def _torchrun(fault: Fault, flags: tuple, folder: Path) -> None:
 def _rank_of_torchrun(fault: Fault, flags: tuple, folder: Path) -> None:
     rank = int(os.environ["RANK"])
     (folder / f"forked.{rank}").touch()
-    while len([*folder.glob("forked.*")]) < fault.ranks:  # why: store_in_another_process
+    while len([*folder.glob("forked.*")]) < fault.ranks:  # why: run_rank of local_ranks
         time.sleep(0.01)
     _inject(fault, rank, folder)
     prepare_for_script(str(SCRIPT), flags, f"{folder}/out.{rank}")

@@ -16,12 +16,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
 
 import collectives
 from collectives import play
 from local_ranks.chapters import ROOT
-from local_ranks.machine import is_running, patience
+from local_ranks.machine import is_running
 from local_ranks.on_ranks import gather_from_ranks, on_ranks
 from local_ranks.ranks import NEW_PROCESSES, run_ranks
 from local_ranks.scripts import fork_ranks
@@ -165,7 +164,7 @@ def ranks_left(folder: Path, main: Callable, seconds: float) -> int:
             assert program.is_alive()
             time.sleep(0.1)
         children = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
-        _keeper_of_the_store, *ranks = [pid for pid in children if is_running(pid)]
+        ranks = [pid for pid in children if is_running(pid)]
         assert len(ranks) == 2
         program.kill()
         end = time.monotonic() + seconds
@@ -184,30 +183,3 @@ def test_a_program_that_is_killed_takes_its_ranks_along(tmp_path):
     assert ranks_left(tmp_path, start_ranks_of_a_chapter, 10) == 0
     assert ranks_left(tmp_path, train, 10) == 0
     assert ranks_left(tmp_path, train_without_sigint, 1) == 2, "the control"
-
-
-def threads_of_the_program(_: int) -> int:
-    return len(list(Path(f"/proc/{os.getppid()}/task").iterdir()))
-
-
-def fork_a_rank() -> None:
-    Path("threads").write_text(str(*run_ranks(1, threads_of_the_program)))
-
-
-def fork_a_rank_beside_a_store() -> None:
-    dist.TCPStore = TCPStore
-    fork_a_rank()
-
-
-def threads_when_a_rank_is_forked(folder: Path, main: Callable) -> int:
-    program = NEW_PROCESSES.context().Process(target=be_a_program, args=(folder, main))
-    program.start()
-    program.join(patience(60))
-    return int((folder / "threads").read_text())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells of threads on Linux only")
-def test_ranks_of_a_test_are_forked_from_a_process_without_other_threads(tmp_path):
-    """Otherwise, a rank waits forever for a lock that another thread held when it was forked."""
-    assert threads_when_a_rank_is_forked(tmp_path, fork_a_rank) == 1
-    assert threads_when_a_rank_is_forked(tmp_path, fork_a_rank_beside_a_store) > 1, "the control"
