@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, _utils
 
 import launch
+from helpers.machine import free_port, is_running
 from helpers.refusals import assert_one_line, refusal
 from local_ranks.chapters import ROOT
-from local_ranks.machine import free_port, is_running
 from local_ranks.on_ranks import gather_from_ranks, on_ranks, run_on_ranks
 from local_ranks.ranks import NEW_PROCESSES
 from local_ranks.scripts import launcher_variables, run_script

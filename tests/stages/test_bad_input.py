@@ -13,9 +13,9 @@ from PIL import Image
 from common.data import Digits, load_dataset, open_picture
 from common.models import build_model
 from common.options import UsageError, make_parser
+from helpers.machine import free_port
 from helpers.refusals import SCRIPTS, Trap, assert_one_line, refusal, seal
 from local_ranks.chapters import ROOT
-from local_ranks.machine import free_port
 from local_ranks.scripts import launch_script, launcher_variables, run_script
 from local_ranks.train_stage import ONE_EPOCH, options, train_once
 

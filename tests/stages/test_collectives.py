@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 import collectives
 from collectives import play
+from helpers.machine import is_running
+from helpers.outputs import output_of
 from local_ranks.chapters import ROOT
-from local_ranks.machine import is_running
 from local_ranks.on_ranks import gather_from_ranks, on_ranks
 from local_ranks.ranks import NEW_PROCESSES, run_ranks
 from local_ranks.scripts import fork_ranks
-from local_ranks.stage_files import output_of
 from local_ranks.train_stage import load_stage
 
 LESSONS = collectives.LESSONS

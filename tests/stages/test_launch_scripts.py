@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import config_from_args, parse_args
 
-from local_ranks.machine import free_port
+from helpers.machine import free_port
 from local_ranks.train_stage import load_stage
 from shell_programs import (
     BIN,

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.machine import free_port
 from helpers.refusals import Trap, assert_one_line, refusal, seal
-from local_ranks.machine import free_port
 from local_ranks.on_ranks import on_ranks
 from local_ranks.scripts import launcher_variables
 
