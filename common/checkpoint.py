@@ -2,7 +2,6 @@
 
 import io
 import pickle
-import zipfile
 from argparse import Namespace
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -33,10 +32,7 @@ def save_checkpoint(recorder: Recorder, model: Module, optimizer: Optimizer, **m
     """
     content = io.BytesIO()
     torch.save(checkpoint_state(recorder, model, optimizer, **more), content)
-    try:
-        recorder.flush()  # first: after a kill in between, a resumed run logs some steps again
-    finally:  # if the disk is full, the checkpoint may fit all the same
-        replace(recorder.args.run_dir / "checkpoint.pt", content.getbuffer())
+    replace(recorder.args.run_dir / "checkpoint.pt", content.getbuffer())
     recorder.print_epoch()
 
 
@@ -44,34 +40,21 @@ def load_checkpoint(args: Namespace, model: Module, optimizer: Optimizer, **more
     """Load the file of --resume, if any; returns how far its run had come."""
     if args.resume is None:
         return Progress()
-    path = newest_checkpoint(args.run_dir) if args.resume == "auto" else Path(args.resume)
-    if path is None:
+    path = args.run_dir / "checkpoint.pt" if args.resume == "auto" else Path(args.resume)
+    if args.resume == "auto" and not path.exists():
         return Progress()
     progress, saved = read_checkpoint(path, args, model, optimizer, **more)
     if progress.epoch_step:
-        cure = "resume it with beyond/survive/train.py"
-        if saved["stage"] == "shard":  # another kind of model
-            cure = "train again without --max-steps, or until the end of an epoch"
+        cure = "resume it with beyond/survive/train.py, or train again without --max-steps"
         raise UsageError(f"{path} was saved inside an epoch of {saved['stage']}: {cure}")
     return progress
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The one that `--resume auto` means. A kill may leave only the one that survive keeps."""
-    paths = (folder / "checkpoint.pt", folder / "checkpoint.before.pt")
-    return next((path for path in paths if path.exists()), None)
 
 
 def read_checkpoint(
     path: Path, args: Namespace, model: Module, optimizer: Optimizer, **more: Any
 ) -> tuple[Progress, dict]:
     """Load the file into model, optimizer and the others; returns how far, and of which run."""
-    if not path.is_file():  # or it is a device, which may have no end
-        raise UsageError(f"cannot load {path} (no such file): use one that a stage saved")
     try:
-        with zipfile.ZipFile(path) as parts:  # which torch.save writes, with checksums
-            if damaged := parts.testzip():  # torch.load does not compare them
-                raise zipfile.BadZipFile(f"{damaged} is damaged")
         # weights_only: a pickled object could run any code while it is being loaded
         state = dict(torch.load(path, map_location="cpu", weights_only=True))
         for flag in ("model", "dataset"):
@@ -79,10 +62,8 @@ def read_checkpoint(
                 raise UsageError(f"{path} was saved with --{flag} {state['summary'][flag]}")
         model.load_state_dict(state["model"])
         saved_group = state["optimizer"]["param_groups"][0]
-        missing = optimizer.param_groups[0].keys() - saved_group.keys()
-        if missing:
-            why = f"{path} has another optimizer"
-            raise UsageError(f"{why}, expected one with {', '.join(sorted(missing))}")
+        if missing := optimizer.param_groups[0].keys() - saved_group.keys():
+            raise ValueError(f"another optimizer, without {', '.join(sorted(missing))}")
         optimizer.load_state_dict(state["optimizer"])
         for name, part in more.items():
             if state.get(name):  # stages 01 to 04 have no loss scaler

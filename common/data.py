@@ -1,11 +1,9 @@
 """Data sets. A small one is one uint8 tensor in memory, indexed a whole batch at a time."""
 
 import fcntl
-import sys
 from argparse import Namespace
 from collections.abc import Sequence, Sized
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, TypeAlias
 
 import torch
@@ -27,7 +25,6 @@ class Digits(MNIST):
 
 
 SOURCES = {"digits": Digits, "mnist": MNIST, "fashion-mnist": FashionMNIST, "cifar10": CIFAR10}
-SHARED_MEMORY = "/dev/shm"  # as Linux names it
 MEAN_AND_STD = {  # pixels count from 0 to 1; there is one number for each channel
     "digits": ([0.3053], [0.3233]),
     "mnist": ([0.1307], [0.3081]),
@@ -68,12 +65,13 @@ def load_dataset(args: Namespace) -> tuple[ImageSet, ImageSet]:
         if train.classes != test.classes:
             raise ValueError(f"classes {train.classes} for training, {test.classes} for the test")
     except (OSError, EOFError, RuntimeError, TypeError, ValueError, LookupError) as error:
-        what, cure = f"read --dataset {args.dataset} in --data-dir", "name the right folder"
-        what = f"{what} {args.data_dir}"
+        what, cure = (
+            f"read --dataset {args.dataset} in --data-dir {args.data_dir}",
+            "name the right folder",
+        )
         if args.dataset == "synthetic":
             what, cure = "make --dataset synthetic", "try a smaller --image-size or fewer --classes"
-        why = f"{type(error).__name__}: {error}"
-        raise UsageError(f"cannot {what} ({why}): {cure}") from error
+        raise UsageError(f"cannot {what} ({type(error).__name__}: {error}): {cure}") from error
     require_a_batch(train, args)
     return train, test
 
@@ -140,12 +138,6 @@ def collate(batch: list | tuple) -> object:
 
 def loader_options(args: Namespace) -> dict[str, Any]:
     """What every DataLoader of a run gets, beside its data set, batch size and sampler."""
-    if args.workers and sys.platform == "linux":
-        try:
-            TemporaryFile(dir=SHARED_MEMORY).close()  # where workers put their batches
-        except OSError as error:
-            why = f"--workers {args.workers} needs a {SHARED_MEMORY} that can be written ({error})"
-            raise UsageError(f"{why}: mount one, or try --workers 0") from error
     pin = args.device == "cuda"  # copies to the GPU need not wait then
     limit = 600 if args.workers else 0  # s: a worker that finds /dev/shm full sends no batch
     return {"num_workers": args.workers, "timeout": limit, "collate_fn": collate, "pin_memory": pin}

@@ -27,8 +27,7 @@ def exit_on(*errors: type[Exception]) -> Iterator[None]:
     except errors as error:
         text = str(error).rpartition("UsageError: ")[2]  # a loader's worker sends a whole traceback
         line = " ".join(["error:", *text.split()])
-        with suppress(OSError):  # a closed pipe, for example
-            sys.stderr.write(f"{line}\n")  # in one piece, because other ranks may write at once
+        sys.stderr.write(f"{line}\n")  # in one piece, because other ranks may write at once
         raise SystemExit(2) from None
 
 
@@ -68,13 +67,6 @@ def int_at_least(lowest: int, below: int = 10**9) -> Callable[[str], Any]:
 float_at_least = partial(bounded, float, "number")
 
 
-def folder(text: str) -> Path:
-    """An argparse type: a folder. An empty text, as of a variable not set, would mean this one."""
-    if not text:
-        raise argparse.ArgumentTypeError("got '', expected a folder, such as runs/first")
-    return Path(text)
-
-
 def make_parser(stage: str, doc: str | None) -> Parser:
     """The flags of all stages. A stage adds only the flags that it teaches."""
     parser = Parser(doc)
@@ -96,7 +88,7 @@ def make_parser(stage: str, doc: str | None) -> Parser:
     add("--workers", default=0, type=loaders, help="loader processes per rank; 0: none")
     add("--seed", default=1234, type=seed, help="for weights, order of the samples, dropout")
     add("--device", default=devices[0], choices=devices, help="cuda: if torch sees a GPU")
-    add("--run-dir", default=Path("runs", stage), type=folder, help="folder for the results")
+    add("--run-dir", default=Path("runs", stage), type=Path, help="folder for the results")
     resume_help = "resume it; auto: the one in --run-dir, if any"
     add("--resume", metavar="PATH|auto", help=resume_help)
     parser.set_defaults(stage=stage)

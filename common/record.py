@@ -1,12 +1,9 @@
 """What a run writes: one line per step, one summary, and its output."""
 
 import json
-import os
 import statistics
-import sys
 import time
 from argparse import Namespace
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -15,26 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from common.options import UsageError
-from common.run_folder import append, open_run_folder, replace
-
-
-def say(line: str) -> None:
-    """Print a line, with numbers for the characters that stdout cannot encode.
-
-    If its disk is full, stderr says so once, and the run goes on. If it is a pipe that nobody reads
-    any more, as after `| head -1`, the run ends with UsageError; so save first.
-    """
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    try:
-        print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit fails, too
-        if isinstance(error, BrokenPipeError):
-            cure = "send it to a file, and continue with --resume auto"
-            raise UsageError(f"nobody reads the output any more: {cure}") from error
-        with suppress(OSError):  # stderr may be on the same disk
-            sys.stderr.write(f"cannot print ({error}): the run goes on, and writes its files\n")
+from common.run_folder import open_run_folder, replace, writing_to
 
 
 @dataclass
@@ -64,17 +42,16 @@ class Recorder:
         self.is_rank_zero = rank == 0
         self.seconds: list[float] = []  # how long each step took
         self.rates: list[float] = []  # the learning rate of each step
-        self.lines: list[str] = []  # lines for metrics.jsonl, not yet written
-        self.epoch_line = ""  # a line for stdout, not yet printed
+        self.epoch_line = ""  # what end_epoch has to say, until it is printed
         self.ticks: list[Any] = []  # the start of an epoch, and the end of each step
         keys = ("stage", "dataset", "model", "epochs", "seed", "device")
         self.summary = {key: getattr(args, key) for key in keys} | {"world_size": world_size}
         self.summary |= {"train_samples": train_samples}
         self.summary |= {"global_batch": args.batch_size, "local_batch": local_batch}
-        if not self.is_rank_zero:
-            return
-        self.folder_lock = open_run_folder(args, progress.step)
-        say(f"global batch {args.batch_size} = {args.batch_size // local_batch} × {local_batch}")
+        if self.is_rank_zero:
+            open_run_folder(args, progress.step)
+            parts = f"{args.batch_size // local_batch} × {local_batch}"
+            print(f"global batch {args.batch_size} = {parts}", flush=True)
 
     def start_epoch(self, steps: int) -> None:
         """steps: of a whole epoch; a resumed run has done some of them before."""
@@ -106,24 +83,21 @@ class Recorder:
         return [begin.elapsed_time(end) / 1000 for begin, end in pairwise(self.ticks)]
 
     def write(self, epoch: int, losses: Tensor) -> None:
-        """Prepare one line per step, for `flush`. losses: (steps,), means over global batches."""
+        """Add a line per step to metrics.jsonl. losses: (steps,), means over global batches."""
         n, samples = len(losses), self.args.batch_size
         self.progress.losses += losses.tolist()
         if not self.is_rank_zero:
             return
         self.seconds += self.seconds_of_steps()
         rows = zip(self.progress.losses[-n:], self.rates[-n:], self.seconds[-n:], strict=True)
-        for step, (loss, lr, seconds) in enumerate(rows, self.progress.step - n + 1):
-            line = {"epoch": epoch, "step": step, "loss": loss, "lr": lr, "samples": samples}
-            self.lines.append(json.dumps(line | {"seconds": round(seconds, 7)}) + "\n")
-
-    def flush(self) -> None:
-        """Write the lines of the steps since the last call."""
-        append(self.args.run_dir / "metrics.jsonl", self.lines)
-        self.lines = []
+        folder = self.args.run_dir
+        with writing_to(folder), (folder / "metrics.jsonl").open("a") as log:
+            for step, (loss, lr, seconds) in enumerate(rows, self.progress.step - n + 1):
+                line = {"epoch": epoch, "step": step, "loss": loss, "lr": lr, "samples": samples}
+                log.write(json.dumps(line | {"seconds": round(seconds, 7)}) + "\n")
 
     def end_epoch(self, epoch: int, losses: Tensor, test_loss: float, accuracy: float) -> None:
-        """Prepare one line per step for `flush`, and one per epoch for `print_epoch`."""
+        """Add a line per step to metrics.jsonl, and make one for print_epoch."""
         self.write(epoch, losses)
         mean = statistics.fmean(self.progress.losses)
         self.summary |= {"train_loss": mean, "test_loss": test_loss, "test_accuracy": accuracy}
@@ -137,9 +111,9 @@ class Recorder:
             )
 
     def print_epoch(self) -> None:
-        """Print the epoch that has ended. Call it after the save, because `say` may raise."""
+        """Print the epoch that has ended: after its save, because a closed pipe ends the run."""
         if self.epoch_line:
-            say(self.epoch_line)
+            print(self.epoch_line, flush=True)
         self.epoch_line = ""
 
     def finish(self) -> None:
@@ -148,7 +122,7 @@ class Recorder:
             return
         if not self.seconds:
             done = f"nothing to train: step {self.progress.step} is done"
-            say(f"{done}; try more --epochs or --max-steps")
+            print(f"{done}; try more --epochs or --max-steps")
             return
         steps = sorted(self.seconds[5:] or self.seconds)  # the first steps allocate memory
         low, median, high = (1000 * steps[len(steps) * k // 4] for k in (1, 2, 3))  # ms
@@ -161,4 +135,4 @@ class Recorder:
         }
         text = json.dumps(self.summary, indent=2) + "\n"
         replace(self.args.run_dir / "summary.json", text.encode())
-        say(f"wrote metrics.jsonl, summary.json and checkpoint.pt to {self.args.run_dir}")
+        print(f"wrote metrics.jsonl, summary.json and checkpoint.pt to {self.args.run_dir}")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
 from typing import Any, NamedTuple
 
 import torch
@@ -77,15 +78,18 @@ class Ranks:
         # The store where the ranks meet. Port 0: the operating system picks a free one.
         self.store = dist.TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
         self.ranks = []
+        self.all_started = context.Event()
         for rank in range(world_size):
             variables = torchrun_variables(rank, world_size, self.store.port)
             variables |= STORE_OF_A_LAUNCHER | start.variables
             receiver, sender = context.Pipe(duplex=False)
-            arguments = (rank, start._replace(variables=variables), sender, function, args)
+            rank_start = start._replace(variables=variables)
+            arguments = (rank, rank_start, self.all_started, sender, function, args)
             process = context.Process(target=run_rank, args=arguments)
             process.start()
             sender.close()
             self.ranks.append(Rank(process, receiver))
+        self.all_started.set()
 
     def __enter__(self) -> list[Rank]:
         return self.ranks
@@ -182,9 +186,14 @@ def torchrun_variables(rank: int | str, world_size: int, port: int | str) -> dic
     return {name: str(value) for name, value in variables.items()}
 
 
-def run_rank(rank: int, start: Start, answer: Connection, function: Callable, args: tuple) -> None:
+def run_rank(
+    rank: int, start: Start, all_started: Event, answer: Connection, function: Callable, args: tuple
+) -> None:
     """Join the group, call the function, and answer with what it returns, or with its error."""
     end_with_parent()
+    # While the store's thread asks who connects, glibc holds a lock. A rank that is forked just
+    # then has that lock, which nobody gives back. So no rank connects before all are started.
+    all_started.wait()
     if start.quiet:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.environ.update(start.variables)
@@ -219,12 +228,12 @@ def end_with_parent() -> None:
 
     Without this, a rank that waits in C++ would outlive a program that is killed.
     """
-    threading.Thread(target=wait_for_the_end_of_the_parent, daemon=True).start()
 
+    def wait_for_the_end() -> None:
+        multiprocessing.parent_process().join()  # type: ignore[union-attr]
+        os._exit(1)
 
-def wait_for_the_end_of_the_parent() -> None:
-    multiprocessing.parent_process().join()  # type: ignore[union-attr]
-    os._exit(1)
+    threading.Thread(target=wait_for_the_end, daemon=True).start()
 
 
 def init_gloo_or_refuse(program: str, why_two: str) -> None:

@@ -12,14 +12,13 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Sequence
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
 
 from local_ranks.chapters import ROOT
 from local_ranks.machine import patience, scratch_folder
@@ -27,7 +26,6 @@ from local_ranks.ranks import (
     NEW_PROCESSES,
     STORE_OF_A_LAUNCHER,
     torchrun_variables,
-    wait_for_the_end_of_the_parent,
 )
 
 SECONDS = 60  # more than any rank takes; a hang ends here
@@ -59,35 +57,24 @@ def fork_ranks() -> None:
     spawning = sys.modules["torch.multiprocessing.spawn"]
     start = spawning.start_processes
 
-    def by_fork(*args: Any, **more: Any) -> Any:
-        return start(*args, **{**more, "start_method": "fork"})
+    def by_fork(
+        function: Callable, args: tuple, nprocs: int, join: bool, *_: Any, **how: Any
+    ) -> Any:
+        all_started = multiprocessing.get_context("fork").Event()
+        how["start_method"] = "fork"
+        processes = start(_run_when, (all_started, function, *args), nprocs, join=False, **how)
+        all_started.set()
+        while join and not processes.join():
+            pass
+        return processes
 
-    for place in (torch.multiprocessing, spawning):
-        place.start_processes = by_fork  # type: ignore[attr-defined]
+    spawning.start_processes = by_fork  # type: ignore[attr-defined]
     NEW_PROCESSES.start_method = "fork"
-    dist.TCPStore = store_in_another_process  # type: ignore[misc, assignment]
 
 
-def store_in_another_process(*address: Any, is_master: bool = False, **more: Any) -> TCPStore:
-    """A TCPStore, but of a master, this process has no thread: another one keeps it.
-
-    The thread asks for the name of each rank that connects, and glibc holds a lock meanwhile. A
-    rank that is forked then has that lock, which nobody gives back, and waits for it forever.
-    """
-    forks_ranks = set(more) - {"port"} == {"wait_for_workers"}  # torchrun's agent says more
-    if not is_master or not forks_ranks:
-        return TCPStore(*address, is_master=is_master, **more)  # type: ignore[misc]
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    context.Process(target=_keep_store, args=(sender, address, more), daemon=True).start()
-    sender.close()
-    return TCPStore(address[0], receiver.recv(), is_master=False)
-
-
-def _keep_store(sender: Connection, address: tuple, more: dict[str, Any]) -> None:
-    store = TCPStore(*address, is_master=True, **more)  # type: ignore[misc]
-    sender.send(store.port)
-    wait_for_the_end_of_the_parent()
+def _run_when(rank: int, all_started: Event, function: Callable, *args: Any) -> None:
+    all_started.wait()
+    function(rank, *args)
 
 
 def prepare_for_script(script: str, flags: Sequence[str], output: str) -> None:

@@ -8,16 +8,11 @@ import ast
 import sys
 import types
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from functools import cache
-from importlib import import_module
-from io import StringIO
 from pathlib import Path
 from shutil import ignore_patterns
-from unittest.mock import patch
 
 from local_ranks.chapters import ROOT
-from local_ranks.machine import in_time
 
 LESSON_FOLDERS = {path.name[:2]: path for path in sorted(ROOT.glob("0?_*"))}
 LESSON_FOLDERS |= {
@@ -85,11 +80,3 @@ def fresh_module(
     source = changed_source(path, changes)
     exec(compiled(source, module.__file__, "exec"), module.__dict__)
     return module
-
-
-def output_of(chapter: str, *flags: str) -> str:
-    """What a chapter prints, run in this process."""
-    argv = patch.object(sys, "argv", [chapter, *flags])
-    with in_time(), argv, redirect_stdout(StringIO()) as output:
-        import_module(chapter).main()
-    return output.getvalue()

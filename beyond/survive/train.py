@@ -24,7 +24,7 @@ from common.checkpoint import checkpoint_state, read_checkpoint
 from common.data import ImageSet, load_dataset, loader_options, local_batch_size
 from common.models import build_model
 from common.options import UsageError, exit_on, float_at_least, int_at_least, make_parser
-from common.record import Progress, Recorder, say
+from common.record import Progress, Recorder
 from launch import LaunchError, join_process_group, read_launcher
 from rank_loader import RankLoader
 from schedule import add_schedule, learning_rates
@@ -188,7 +188,7 @@ def prepare(args: Namespace, device: torch.device, rank: int, world_size: int) -
     local_batch = args.accumulate * micro_batch
     recorder = Recorder(args, progress, optimizer, samples, local_batch, rank, world_size)
     if rank == 0 and path:
-        say(f"resuming from {path}: step {progress.step}, saved by {ranks} ranks")
+        print(f"resuming from {path}: step {progress.step}, saved by {ranks} ranks", flush=True)
     return PreparedRun(train_set, test_set, local_batch, model, optimizer, scaler, recorder)
 
 
@@ -200,17 +200,6 @@ def wrap_in_ddp(model: nn.Module, image: Tensor) -> DistributedDataParallel:
     ddp.eval()(image[None]).sum().backward()
     model.zero_grad()
     return ddp
-
-
-def save(path: Path, run: PreparedRun) -> None:
-    """Save metrics and a checkpoint, then print."""
-    try:
-        run.recorder.flush()  # first: after a kill in between, a resumed run logs steps again
-    finally:  # if the disk is full, the checkpoint may fit all the same
-        with durable.replacing(path) as file:
-            state = checkpoint_state(run.recorder, run.model, run.optimizer, scaler=run.scaler)
-            torch.save(state, file)
-    run.recorder.print_epoch()
 
 
 def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog: Watchdog) -> None:
@@ -238,15 +227,20 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
         batches = until_checkpoint(loader, recorder, agreement)
         losses = train_epoch(ddp, batches, rates, run.optimizer, run.scaler, device, recorder)
         losses = agreement.mean_or_end(losses, run.model, progress.step, run.scaler.get_scale())
-        if progress.epoch_step == 0 or progress.step >= args.max_steps:
-            recorder.end_epoch(epoch, losses, *evaluate(run.model, test_loader, device))
-        else:  # the next round trains the rest of this epoch, as a resumed run would
-            recorder.write(epoch, losses)
-        with agreement.fail_together():  # all ranks end if rank 0 cannot save
+        ends_epoch = progress.epoch_step == 0 or progress.step >= args.max_steps
+        scores = evaluate(run.model, test_loader, device) if ends_epoch else ()
+        with agreement.fail_together():  # all ranks end if rank 0 cannot write
+            if ends_epoch:
+                recorder.end_epoch(epoch, losses, *scores)
+            else:  # the next round trains the rest of this epoch, as a resumed run would
+                recorder.write(epoch, losses)
             if rank == 0:  # one writer; a collective here would wait for the others forever
-                save(path, run)
+                state = checkpoint_state(recorder, run.model, run.optimizer, scaler=run.scaler)
+                with durable.replacing(path) as file:
+                    torch.save(state, file)
+                recorder.print_epoch()
         if agreement.stopped and progress.epoch < args.epochs:
-            say(f"rank {rank} stops after step {progress.step}: --resume auto continues")
+            print(f"rank {rank} stops after step {progress.step}: --resume auto continues")
             return
     with agreement.fail_together():
         recorder.finish()

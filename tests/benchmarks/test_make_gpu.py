@@ -16,8 +16,8 @@ from benchmarks import gpu, variants
 from benchmarks.gpu_steps import Step, list_steps
 from common.options import UsageError
 from helpers.environments import make_environment
+from helpers.machine import is_running
 from local_ranks.chapters import ROOT
-from local_ranks.machine import is_running
 from repository_pages import TEST_FILES
 
 

@@ -40,9 +40,9 @@ import local_ranks.chapters  # noqa: F401, it lets this import the chapters of s
 from benchmarks.result_files import RESULTS, provenance, save
 from common.options import Parser, int_at_least
 from durable import CheckpointError, newest_whole, previous_path
+from helpers.machine import free_port
 from helpers.small_disk import CANNOT_MOUNT, can_mount, fill, small_disk
 from local_ranks.chapters import ROOT
-from local_ranks.machine import free_port
 from local_ranks.ranks import NEW_PROCESSES
 from local_ranks.run_files import Run, same_run, same_weights
 from local_ranks.scripts import (
@@ -272,7 +272,7 @@ def _torchrun(fault: Fault, flags: tuple, folder: Path) -> None:
 def _rank_of_torchrun(fault: Fault, flags: tuple, folder: Path) -> None:
     rank = int(os.environ["RANK"])
     (folder / f"forked.{rank}").touch()
-    while len([*folder.glob("forked.*")]) < fault.ranks:  # why: store_in_another_process
+    while len([*folder.glob("forked.*")]) < fault.ranks:  # why: run_rank of local_ranks
         time.sleep(0.01)
     _inject(fault, rank, folder)
     prepare_for_script(str(SCRIPT), flags, f"{folder}/out.{rank}")

@@ -11,6 +11,7 @@ from functools import cache
 import pytest
 
 import inject_faults
+from helpers.small_data import few_digits
 from helpers.small_disk import CANNOT_MOUNT, can_mount
 from inject_faults import (
     DEFAULT_TIMEOUT_SECONDS,
@@ -23,7 +24,6 @@ from inject_faults import (
     reference,
     trial,
 )
-from local_ranks.train_stage import few_digits
 
 # A fifth of the digits: with a smaller batch, an epoch has 12 steps all the same.
 inject_faults.FLAGS += (*few_digits(), "--batch-size=24")

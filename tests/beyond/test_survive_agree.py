@@ -6,7 +6,7 @@ import signal
 import torch
 
 import agree
-from local_ranks.machine import stopped_clock
+from helpers.machine import stopped_clock
 from local_ranks.on_ranks import gather_from_ranks, on_ranks
 from local_ranks.stage_files import LESSON_FOLDERS, fresh_module
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 import launch
+from helpers.machine import free_port
 from helpers.refusals import assert_one_line, refusal
 from local_ranks.chapters import ROOT
-from local_ranks.machine import free_port
 from local_ranks.on_ranks import gather_from_ranks, on_ranks
 from local_ranks.scripts import launcher_variables, run_script
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 from torch.utils.data import DataLoader, _utils
 
-from local_ranks.machine import is_running
+from helpers.machine import is_running
 from local_ranks.on_ranks import run_on_ranks
 from local_ranks.ranks import NEW_PROCESSES
 from rank_loader import RankLoader, end_with_rank

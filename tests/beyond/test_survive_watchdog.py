@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 import watchdog
-from local_ranks.machine import GLOO_TIMED_OUT, stopped_clock
+from helpers.machine import GLOO_TIMED_OUT, stopped_clock
 from local_ranks.on_ranks import run_on_ranks
 from local_ranks.ranks import NEW_PROCESSES
 from local_ranks.stage_files import LESSON_FOLDERS, fresh_module

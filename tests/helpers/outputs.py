@@ -7,7 +7,13 @@ float64 are alike, however small each of them is.
 """
 
 import re
+import sys
+from contextlib import redirect_stdout
+from importlib import import_module
+from io import StringIO
+from unittest.mock import patch
 
+from helpers.machine import in_time
 from repository_pages import fences
 
 ROUNDING_ERROR = 1e-12
@@ -61,3 +67,11 @@ def _unit(number: re.Match[str]) -> float:
     """One unit of its last digit: 0.01 for 2.71, 1e-6 for 3.2e-05."""
     digits = len(number["decimals"] or ".") - 1
     return 10.0 ** (int((number["exponent"] or "e0")[1:]) - digits)
+
+
+def output_of(chapter: str, *flags: str) -> str:
+    """What a chapter prints, run in this process."""
+    argv = patch.object(sys, "argv", [chapter, *flags])
+    with in_time(), argv, redirect_stdout(StringIO()) as output:
+        import_module(chapter).main()
+    return output.getvalue()

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import pytest
 
+from helpers.small_data import few_digits
 from local_ranks.chapters import ROOT
 from local_ranks.stage_files import LESSON_FOLDERS, NOT_COPIED, changed_source, replace_once
-from local_ranks.train_stage import few_digits
 from prove_runs import TORCHRUN, verdicts
 
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 from PIL import Image
 
-from common.data import load_dataset, loader_options, open_picture
+from common.data import load_dataset, open_picture
 from common.models import build_model
 from common.options import UsageError, make_parser
+from helpers.machine import free_port
 from helpers.refusals import SCRIPTS, assert_one_line, refusal
-from local_ranks.machine import free_port
+from helpers.small_data import few_digits
 from local_ranks.scripts import launch_script, launcher_variables, run_script
-from local_ranks.train_stage import few_digits, options
+from local_ranks.train_stage import options
 
 GPUS = torch.cuda.device_count()
 
@@ -41,10 +42,10 @@ WRONG_CALLS = {  # a stage or a program with its flags, and words of the line
     f"01 --dataset=synthetic --image-size={ALMOST}": "): try a smaller --image-size or fewer --cla",
     "01 --workers=1000": f"{WHOLE}, at least 0 and less than 1000 (",
     "01 --dataset=synthetic --image-size=15": "--model net needs --image-size 16 or more, got 15",
-    "01 --resume=/dev/zero": "cannot load /dev/zero (no such file): use one that a stage saved",
-    "01 --run-dir=LICENSE": "cannot write to --run-dir",
-    "01 --run-dir=": "--run-dir: got '', expected a folder, such as runs/first",
+    "01_single_gpu/evaluate.py nowhere.pt": "cannot load nowhere.pt (FileNotFoundError: ",
+    "01 --resume=/dev/zero": "/dev/zero is not a checkpoint: expected only tensors",
     "survive --resume=/dev/zero": "/dev/zero is missing, damaged or no checkpoint: name another",
+    "01 --resume=": "cannot load . (IsADirectoryError: ",
     "02 --replicas=7": "--batch-size 120 does not divide by 7: try 126",
     "03 --world-size=7": "--batch-size 120 does not divide by 7: try 126",
     f"03 {TOO_MANY}": "--backend nccl needs a GPU for each rank: try --backend gloo",
@@ -200,16 +201,6 @@ def test_a_picture_too_large_for_pil_is_refused_by_its_name(tmp_path, monkeypatc
     open_picture(str(small))
     with pytest.raises(UsageError, match=rf"read {large} \(Image size .+\): replace or remove it"):
         open_picture(str(large))
-
-
-def test_workers_without_shared_memory_are_refused(tmp_path, monkeypatch):
-    """The control is a call without workers."""
-    monkeypatch.setattr("sys.platform", "linux")  # elsewhere it has no folder
-    monkeypatch.setattr("common.data.SHARED_MEMORY", tmp_path / "no")
-    loader_options(options("--workers=0"))
-    words = r"--workers 1 needs a .+/no that can be written \(.+No such file.+\): mount one, or try"
-    with pytest.raises(UsageError, match=words):
-        loader_options(options("--workers=1"))
 
 
 def test_a_folder_that_only_rank_0_of_03_cannot_write_ends_the_other_rank_too(tmp_path):

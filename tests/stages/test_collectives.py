@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 import collectives
 from collectives import play
+from helpers.machine import is_running
+from helpers.outputs import output_of
 from local_ranks.chapters import ROOT
-from local_ranks.machine import is_running
 from local_ranks.on_ranks import gather_from_ranks, on_ranks
 from local_ranks.ranks import NEW_PROCESSES, run_ranks
 from local_ranks.scripts import fork_ranks
-from local_ranks.stage_files import output_of
 from local_ranks.train_stage import load_stage
 
 LESSONS = collectives.LESSONS
@@ -164,7 +164,7 @@ def ranks_left(folder: Path, main: Callable, seconds: float) -> int:
             assert program.is_alive()
             time.sleep(0.1)
         children = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
-        _keeper_of_the_store, *ranks = [pid for pid in children if is_running(pid)]
+        ranks = [pid for pid in children if is_running(pid)]
         assert len(ranks) == 2
         program.kill()
         end = time.monotonic() + seconds

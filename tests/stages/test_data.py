@@ -17,8 +17,9 @@ import common.data
 from common.data import load_dataset, loader_options
 from common.models import build_model
 from common.options import UsageError
+from helpers.small_data import few_digits
 from local_ranks.on_ranks import on_ranks, run_on_ranks
-from local_ranks.train_stage import few_digits, options
+from local_ranks.train_stage import options
 
 
 def test_the_digits_are_whole_normalized_and_come_in_batches():

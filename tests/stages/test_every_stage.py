@@ -14,6 +14,7 @@ import torch
 
 from common.data import load_dataset
 from common.models import build_model
+from helpers.small_data import few_digits, random_pictures
 from local_ranks.chapters import ROOT
 from local_ranks.machine import scratch_folder
 from local_ranks.on_ranks import run_on_ranks
@@ -24,10 +25,8 @@ from local_ranks.train_stage import (
     ON_CPU,
     ONE_EPOCH,
     default_dtype,
-    few_digits,
     load_stage,
     options,
-    random_pictures,
     run_main,
     train,
     train_once,

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import failures
+from helpers.machine import GLOO_TIMED_OUT, in_time
+from helpers.outputs import output_of
 from local_ranks.chapters import ROOT
-from local_ranks.machine import GLOO_TIMED_OUT, in_time
-from local_ranks.stage_files import output_of
 from repository_pages import fences
 
 LATE = "Timed out waiting 2000ms"  # one rank says so; how the other ends is a matter of luck

@@ -7,11 +7,12 @@ Real torchruns: test_launch_scripts.py. A real SLURM: test_two_nodes.py.
 import pytest
 import torch
 
+from helpers.machine import free_port
 from helpers.refusals import SCRIPTS
-from local_ranks.machine import free_port
+from helpers.small_data import few_digits
 from local_ranks.run_files import Run
 from local_ranks.scripts import launcher_variables, run_script
-from local_ranks.train_stage import ONE_EPOCH, few_digits, train_once
+from local_ranks.train_stage import ONE_EPOCH, train_once
 from repository_pages import fences
 
 

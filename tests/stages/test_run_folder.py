@@ -1,88 +1,22 @@
-"""The folder of a run: one run at a time, no file half written, nothing of an older run in it."""
+"""The folder of a run: no file half written, and nothing of an older run in it."""
 
 import json
-import os
 import re
-import signal
-import time
-from pathlib import Path
 
 import pytest
+import torch
 
 from common.options import UsageError
-from common.run_folder import append, lock, replace, set_aside
+from common.run_folder import replace, set_aside
 from helpers.refusals import SCRIPTS, assert_one_line
+from helpers.small_data import few_digits
 from helpers.small_disk import CANNOT_MOUNT, fill, small_disk
-from local_ranks.machine import is_running
-from local_ranks.ranks import NEW_PROCESSES
+from local_ranks.chapters import ROOT
 from local_ranks.run_files import read_metrics
-from local_ranks.scripts import launch_script, run_script
-from local_ranks.train_stage import FP32, ONE_EPOCH, few_digits, train
+from local_ranks.scripts import run_script
+from local_ranks.train_stage import FP32, ONE_EPOCH, train
 
 FIVE_STEPS = (*few_digits(), *ONE_EPOCH)  # an epoch has 5 steps
-
-
-def train_forever(folder: Path, started: Path) -> None:
-    """A run that keeps the folder, with a loader that was forked later."""
-    _held = lock(folder)
-    loader = os.fork()
-    if loader:
-        started.write_text(str(loader))
-    time.sleep(999)
-
-
-@pytest.fixture
-def other_run(tmp_path):
-    """A process that runs in the folder "run", and its loader."""
-    folder, started = tmp_path / "run", tmp_path / "started"
-    folder.mkdir()
-    process = NEW_PROCESSES.context().Process(target=train_forever, args=(folder, started))
-    process.start()
-    while not (started.exists() and started.read_text()):
-        assert process.is_alive()
-        time.sleep(0.02)
-    loader = int(started.read_text())
-    yield process, loader
-    process.kill()
-    process.join()
-    os.kill(loader, signal.SIGKILL)
-
-
-@pytest.mark.parametrize(("key", "ranks"), [("01", 1), ("03", 1), ("survive", 2)])
-def test_a_second_run_in_a_folder_is_refused_and_told_which_process_is_there(
-    key, ranks, other_run, tmp_path
-):
-    process, _ = other_run
-    before = sorted((tmp_path / "run").iterdir())
-    start = launch_script if ranks > 1 else run_script
-    answers = start(SCRIPTS[key], "--device=cpu", f"--run-dir={tmp_path / 'run'}")
-    assert {status for status, _ in answers} == {2}, answers
-    lines = [line for _, output in answers for line in output.splitlines()]
-    errors = [line for line in lines if line.startswith("error: ")]
-    assert_one_line(errors[0], f"is in use by process {process.pid} on ", "name another one")
-    assert errors[1:] == ["error: process 0 terminated with exit code 2"] * (key == "03")
-    assert sorted((tmp_path / "run").iterdir()) == before
-
-
-def test_a_run_that_was_killed_leaves_no_lock_although_its_loader_lives(other_run, tmp_path):
-    """The next run, which may be a resumed one, deletes the killed run's unfinished files."""
-    process, loader = other_run
-    (tmp_path / "run" / "checkpoint.17.tmp").touch()
-    with pytest.raises(UsageError):  # the control
-        lock(tmp_path / "run")
-    process.kill()
-    process.join()
-    lock(tmp_path / "run")
-    assert is_running(loader)
-    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
-
-
-def test_a_disk_without_locks_needs_none(tmp_path, monkeypatch):
-    def refuse(*_: object) -> None:
-        raise OSError("no locks available")
-
-    monkeypatch.setattr("fcntl.lockf", refuse)
-    lock(tmp_path)
 
 
 # The log
@@ -98,26 +32,20 @@ DAMAGED = {
 }
 
 
-def metrics_lines(*steps: int) -> list[str]:
-    return [f'{{"step": {step}}}\n' for step in steps]
+def metrics_lines(*steps: int) -> str:
+    return "".join(f'{{"step": {step}}}\n' for step in steps)
 
 
 @pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_line_is_left_out_and_takes_no_other_with_it(damage, tmp_path):
-    metrics = tmp_path / "metrics.jsonl"
-    for first in ((), (1, 2)):
-        metrics.unlink(missing_ok=True)
-        append(metrics, metrics_lines(*first))
-        with metrics.open("ab") as file:
-            file.write(damage)
-        append(metrics, metrics_lines(3, 4))
-        append(metrics, metrics_lines(5))
-        assert read_metrics(tmp_path) == [{"step": step} for step in (*first, 3, 4, 5)]
+def test_a_damaged_line_is_left_out(damage, tmp_path):
+    content = metrics_lines(1, 2).encode() + damage + b"\n" + metrics_lines(3).encode()
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    assert read_metrics(tmp_path) == [{"step": step} for step in (1, 2, 3)]
 
 
 def test_a_run_that_is_writing_has_the_lines_that_are_whole(tmp_path):
     assert read_metrics(tmp_path) == [], "it has not begun"
-    text = "".join(metrics_lines(1, 2))
+    text = metrics_lines(1, 2)
     for size in range(len(text) + 1):
         (tmp_path / "metrics.jsonl").write_text(text[:size])
         assert len(read_metrics(tmp_path)) == text[:size].count("}")
@@ -127,9 +55,10 @@ def test_of_the_lines_of_a_step_the_last_one_counts_and_those_it_goes_back_behin
     """A run of 6 steps was resumed after its step 3, took two steps, and was resumed once more."""
     steps = (1, 2, 3, 4, 5, 6, 4, 5, 6, 7)
     lines = [{"step": step, "line": number} for number, step in enumerate(steps)]
-    append(tmp_path / "metrics.jsonl", [f"{json.dumps(line)}\n" for line in lines])
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text)
     assert read_metrics(tmp_path) == [*lines[:3], *lines[6:]]
-    append(tmp_path / "metrics.jsonl", metrics_lines(5))
+    (tmp_path / "metrics.jsonl").write_text(text + metrics_lines(5))
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
 
 
@@ -147,10 +76,8 @@ def log(tmp_path):
     return grown
 
 
-def test_resuming_only_adds_to_a_log_although_a_crash_has_damaged_it(tmp_path, log):
+def test_resuming_only_adds_to_a_log(tmp_path, log):
     train("01", 1, *FIVE_STEPS, folder=tmp_path)
-    with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(b"{}\n\0\0\0")
     assert log() == list(range(1, 6))
     train("01", 1, *FIVE_STEPS, "--epochs=2", "--resume=auto", folder=tmp_path)
     assert log() == list(range(1, 11))
@@ -171,12 +98,12 @@ def test_a_run_that_ends_before_it_saves_takes_nothing_from_the_log(tmp_path, lo
     assert log() == list(range(1, 11))
 
 
-def test_01_resumes_from_the_checkpoint_before_that_a_killed_run_of_survive_has_left(tmp_path, log):
-    """It is then the only one; a stage once began anew without a word."""
+def test_a_run_that_is_killed_while_it_saves_resumes_from_the_checkpoint_before(tmp_path, log):
+    """It is then the only one."""
     train("survive", 1, *FIVE_STEPS, "--epochs=2", **FP32, folder=tmp_path)
     assert log() == list(range(1, 11))
     (tmp_path / "checkpoint.pt").unlink()
-    run = train("01", 1, *FIVE_STEPS, "--epochs=3", "--resume=auto", **FP32, folder=tmp_path)
+    run = train("survive", 1, *FIVE_STEPS, "--epochs=3", "--resume=auto", **FP32, folder=tmp_path)
     assert re.findall(r"epoch (\d)/3", run.output) == ["2", "3"]
     assert log() == list(range(1, 16))
     assert not (tmp_path / "old1").exists()
@@ -232,7 +159,6 @@ def test_a_full_disk_ends_stage_01_in_one_line_and_the_old_checkpoint_stays(full
     [(status, output)] = run_script(SCRIPTS["01"], *flags, "--max-steps=5")
     assert status == 0, output
     before = {path.name: path.read_bytes() for path in run_dir.iterdir()}
-    del before[".lock"]
     fill(full_disk)
     [(status, output)] = run_script(SCRIPTS["01"], *flags, "--epochs=1")
     assert status == 2
@@ -240,7 +166,6 @@ def test_a_full_disk_ends_stage_01_in_one_line_and_the_old_checkpoint_stays(full
     assert "Traceback" not in output
     left = {path.name: path.read_bytes() for path in (run_dir / "old1").iterdir()}
     assert left == before
-    assert list(run_dir.glob("*.tmp")) == []
 
 
 def test_a_file_that_does_not_fit_leaves_the_one_before(full_disk):
@@ -248,5 +173,30 @@ def test_a_file_that_does_not_fit_leaves_the_one_before(full_disk):
     fill(full_disk)
     with pytest.raises(UsageError, match=r"cannot write to --run-dir .*No space left.*: make room"):
         replace(full_disk / "a.json", bytes(9999))
-    assert {path.name for path in full_disk.iterdir()} == {"a.json", "ballast"}
     assert (full_disk / "a.json").read_bytes() == b"old"
+
+
+READER_LEAVES = """
+import os, runpy, sys
+class Pipe:
+    def write(self, text):
+        if text.startswith("epoch 1"):
+            raise BrokenPipeError
+    def flush(self):
+        pass
+
+sys.stdout, sys.path[0] = Pipe(), {folder!r}
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("key", ["01", "survive"])
+def test_a_run_whose_reader_leaves_as_after_head_has_saved_the_epoch(key, tmp_path):
+    script, path = ROOT / SCRIPTS[key], tmp_path / "script.py"
+    path.write_text(READER_LEAVES.format(folder=str(script.parent), script=str(script)))
+    flags = ("--device=cpu", *FIVE_STEPS, f"--run-dir={tmp_path}")
+    [(status, output)] = run_script(str(path), *flags)
+    assert status == 1, output
+    assert "BrokenPipeError" in output
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["epoch"] == 1
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import uneven
-from local_ranks.machine import GLOO_TIMED_OUT
+from helpers.machine import GLOO_TIMED_OUT
 from local_ranks.on_ranks import on_ranks
 from local_ranks.train_stage import default_dtype
 

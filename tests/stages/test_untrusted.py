@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.machine import free_port
 from helpers.refusals import Trap, assert_one_line, refusal, seal
-from local_ranks.machine import free_port
 from local_ranks.on_ranks import on_ranks
 from local_ranks.scripts import launcher_variables
 
@@ -39,9 +39,8 @@ def test_a_malicious_checkpoint_runs_nothing(kind, tmp_path):
         seal(path)
     before = path.read_bytes()
     flags = (f"--run-dir={tmp_path}", how if how.endswith("auto") else f"{how}={path}")
-    why = "expected only tensors and plain values" if zipped else "File is not a zip file"
-    if key == "survive" and not zipped and not sealed:
-        why = "damaged"
+    refused_before = key == "survive" and not zipped and not sealed
+    why = "damaged" if refused_before else "expected only tensors and plain values"
     env = launcher_variables(free_port(), ranks=1) if key == "04" else {}
     assert_one_line(refusal(key, "--model=net-bn", *flags, env=env), "checkpoint.pt", why)
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.pt"]

@@ -136,25 +136,22 @@ def plant(folder, tmp_path):
 
 
 @needs_a_compiler
-def test_a_library_without_the_functions_is_compiled_anew(compilations, tmp_path):
+@pytest.mark.parametrize("others_may_write", [False, True])
+def test_nothing_runs_that_lies_where_others_may_write(
+    others_may_write, compilations, tmp_path, recwarn
+):
+    """Elsewhere, the control, a library is loaded, and compiled anew if it lacks the functions."""
     trace = plant(tmp_path, tmp_path)
+    if others_may_write:
+        (tmp_path / "torch-shm").chmod(0o777)
     functions, paths = load(tmp_path)
-    assert trace.exists(), "the control of the next test: it was loaded"
-    assert len(compilations) == len(paths) == 2
-    assert sum_of_put(functions) == 10
-
-
-@needs_a_compiler
-def test_nothing_runs_that_lies_where_others_may_write(compilations, tmp_path, recwarn):
-    trace = plant(tmp_path, tmp_path)
-    (tmp_path / "torch-shm").chmod(0o777)
-    functions, paths = load(tmp_path)
-    assert not trace.exists()
-    assert len(paths) == 1, "nor is anything written there"
+    assert trace.exists() == (not others_may_write)
+    assert len(paths) == (1 if others_may_write else 2), "nothing is written there either"
     assert len(compilations) == 2
     assert sum_of_put(functions) == 10
-    [warning] = recwarn
-    assert str(warning.message).startswith(f"shm: others may write to {tmp_path}/torch-shm, ")
+    if others_may_write:
+        [warning] = recwarn
+        assert str(warning.message).startswith(f"shm: others may write to {tmp_path}/torch-shm, ")
 
 
 @needs_a_compiler

@@ -9,7 +9,6 @@ import re
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -23,7 +22,6 @@ import shm.tensors
 import shm.work
 import shm_programs
 import torch_suite
-from shm import speed
 from shm_programs import (
     KNOWN,
     OF_AUTOGRAD,
@@ -180,10 +178,3 @@ def test_the_page_shows_the_counts_of_torchs_suite():
 def test_the_counts_of_torchs_suite_name_the_command_that_makes_them():
     where = json.loads((HERE / "torch_suite.json").read_text())["provenance"]
     assert where["command"] == torch_suite.COMMAND
-
-
-def test_a_measurement_without_git_has_no_commit(monkeypatch, tmp_path):
-    assert isinstance(speed.commit_of_source(), str), "the control"
-    monkeypatch.setenv("PATH", str(tmp_path))
-    args = SimpleNamespace(pin=True)
-    assert speed.provenance(args)["commit"] == "unknown"
