@@ -73,6 +73,7 @@ notebooks: $(VENV)/ready  ## execute the notebooks in place: three minutes
 bench-all: bench  ## measure all sections of bench.py again, for half an hour or more; then: make pages
 	$(RUN) benchmarks/bench.py reducers
 	$(RUN) benchmarks/bench.py shm
+	$(RUN) benchmarks/bench.py timeline
 	$(RUN) benchmarks/bench.py survive
 	$(RUN) benchmarks/bench.py shard
 	$(RUN) benchmarks/bench.py puzzles
