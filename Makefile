@@ -85,7 +85,7 @@ faults: $(VENV)/ready  ## inject 460 faults into real runs, half an hour or more
 shm-suite: $(VENV)/ready  ## torch's own tests for backends, over gloo and shm: packages/shm/tests/torch_suite.json
 	$(RUN) packages/shm/tests/torch_suite.py
 
-pages-quick: $(VENV)/ready  ## write diffs, tables and the puzzles' answers into the pages, the Chinese ones too
+pages-quick: $(VENV)/ready  ## write diffs, quoted code, tables and the puzzles' answers into the pages, the Chinese ones too
 	$(RUN) docs/tools/refresh_pages.py --quick
 
 pages: $(VENV)/ready  ## the same, and run the tour and every command whose output a page shows
