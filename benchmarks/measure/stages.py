@@ -81,9 +81,10 @@ def measure_stages(effort: Effort, keys: Collection[str] = KEYS) -> Results:
 @section("timeline")
 def measure_timeline(effort: Effort) -> Results:
     """Record what a step of each stage is spent on, for the pictures of the pages."""
-    results = Results()
-    for model, stages, steps in (("net-bn", STAGES, 65), ("resnet18", ("03", "04"), 20)):
-        stages, steps = (stages[-1:], WARM_UP + 2) if effort.quick else (stages, steps)
+    results, recorded = Results(), {"net-bn": ([*STAGES], 65), "resnet18": (["03", "04"], 20)}
+    for model, (stages, steps) in recorded.items():
+        if effort.quick:
+            stages, steps = stages[-1:], WARM_UP + 2
         results[model] = record_stages(stages, model, steps, turns=min(3, effort.rounds))
     return results
 

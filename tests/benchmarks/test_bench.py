@@ -180,11 +180,11 @@ def test_a_wrong_call_ends_in_one_line(call, tmp_path):
 
 def test_every_result_is_shown_and_tells_where_it_comes_from():
     pages = "".join(path.read_text() for path in ALL_PAGES)
-    assert all(f"<!-- table: {name} -->" in pages for name in page_tables.TABLES)
-    parts = {name: (table.file, table.parts) for name, table in page_tables.TABLES.items()}
+    assert all(f"<!-- table: {name} -->" in pages for name in page_tables.find_tables())
+    parts = {name: (table.file, table.parts) for name, table in page_tables.find_tables().items()}
     told = {part for name, part in parts.items() if f"<!-- table: origin of {name} -->" in pages}
     assert told == set(parts.values())
-    sources = {table.file for table in page_tables.TABLES.values()} - {result_files.MACHINE}
+    sources = {table.file for table in page_tables.find_tables().values()} - {result_files.MACHINE}
     linked = set(re.findall(r"\bresults/((?:once/|gpu/[\w-]+/)?\w+)\.json", pages))
     folders = (result_files.RESULTS.glob(f"{name}*.json") for name in ("", "once/", "gpu/*/"))
     paths = (path.relative_to(result_files.RESULTS) for folder in folders for path in folder)
