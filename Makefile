@@ -73,6 +73,7 @@ notebooks: $(VENV)/ready  ## execute the notebooks in place: three minutes
 bench-all: bench  ## measure all sections of bench.py again, for half an hour or more; then: make pages
 	$(RUN) benchmarks/bench.py reducers
 	$(RUN) benchmarks/bench.py shm
+	$(RUN) benchmarks/bench.py timeline
 	$(RUN) benchmarks/bench.py survive
 	$(RUN) benchmarks/bench.py shard
 	$(RUN) benchmarks/bench.py puzzles
@@ -84,7 +85,7 @@ faults: $(VENV)/ready  ## inject 460 faults into real runs, half an hour or more
 shm-suite: $(VENV)/ready  ## torch's own tests for backends, over gloo and shm: packages/shm/tests/torch_suite.json
 	$(RUN) packages/shm/tests/torch_suite.py
 
-pages-quick: $(VENV)/ready  ## write diffs, tables and the puzzles' answers into the pages, the Chinese ones too
+pages-quick: $(VENV)/ready  ## write diffs, quoted code, tables and the puzzles' answers into the pages, the Chinese ones too
 	$(RUN) docs/tools/refresh_pages.py --quick
 
 pages: $(VENV)/ready  ## the same, and run the tour and every command whose output a page shows

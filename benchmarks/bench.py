@@ -19,7 +19,7 @@ import torch
 from benchmarks.measure.sections import find_sections
 from benchmarks.measure.timing import Effort
 from benchmarks.result_files import RESULTS, Results, machine_file, provenance, save, save_part
-from benchmarks.tables.pages import TABLES, origin_of
+from benchmarks.tables.pages import find_tables, origin_of
 from common.options import Parser, UsageError, exit_on, int_at_least
 
 SECTIONS = find_sections()
@@ -34,7 +34,7 @@ def measure(name: str, effort: Effort) -> Results:
 
 def tables_of(name: str, results: Results) -> list[str]:
     """Make the tables of a section as the pages show them, and say where they come from."""
-    tables = [table.make(results) for table in TABLES.values() if table.section == name]
+    tables = [each.make(results) for each in find_tables().values() if each.section == name]
     return [*tables, origin_of(results)] if tables else []
 
 

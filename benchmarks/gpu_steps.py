@@ -18,7 +18,6 @@ from local_ranks.chapters import ROOT
 
 MINIMAL, SHARD = "04_ddp_torchrun/minimal.py", "beyond/shard/train.py"
 FIRST_SECTION = "formats"  # what a GPU alone can show, and most readers ask
-ROUNDS = {"stages": "--rounds=1"}  # for more there is no time
 RUN = "--run-dir={folder}"
 
 
@@ -126,7 +125,7 @@ def measurements(device: str) -> list[Step]:
     steps = []
     for name, section in find_sections().items():
         flags = [f"--out={{folder}}/{name}.json", f"--device={device}"]
-        flags += [ROUNDS[name]] if name in ROUNDS else []
+        flags += ["--rounds=1"] if name == "stages" else []  # for more there is no time
         flags += [] if device == "cuda" else ["--quick"]
         if section.seconds_on_gpu:
             command = ("benchmarks/bench.py", name, *flags)

@@ -1,11 +1,10 @@
-"""What can one GPU alone show? Formats, peaks of memory, DataParallel, messages of gloo and nccl.
+"""What can one GPU alone show? Formats, peaks of memory, messages of gloo and nccl.
 
 Each section also runs on a CPU, in small, so that it can be rehearsed. The batch lies on the device
 before the clock starts: a loader that is slower than the GPU would hide what a format gains.
 """
 
 import gc
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import collectives
 import peak
 from benchmarks.measure.sections import section
 from benchmarks.measure.timing import Effort, interleave_steps, summarize, timed
-from benchmarks.result_files import MIB, Results
+from benchmarks.result_files import Results
 from local_ranks.ranks import RankError, run_ranks
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -156,62 +155,9 @@ def measure_peaks(effort: Effort) -> Results:
     return {"device": effort.device, "rows": rows}
 
 
-@section("replicas", seconds_on_gpu=30)
-def measure_replicas(effort: Effort) -> Results:
-    """Try DataParallel with one replica, and with two on the same GPU; on a CPU, with none.
-
-    Threads, scatter, gather and reduce_add of two replicas need no second GPU.
-    """
-    on_gpu, rows = effort.device == "cuda", Results()
-    for ids in ([0], [0, 0]) if on_gpu else ([],):
-        torch.manual_seed(0)
-        layer = nn.Linear(6, 2).to(effort.device)
-        model = nn.DataParallel(layer, ids) if on_gpu else nn.DataParallel(layer)
-        batch = torch.randn(30, 6)  # on the CPU: forward scatters it
-        try:
-            with torch.autocast(effort.device, torch.bfloat16):
-                under_bf16 = model(batch).dtype
-            by_replicas, by_layer = (
-                torch.autograd.grad(each(samples).sum(), layer.weight)[0]
-                for each, samples in ((model, batch), (layer, batch.to(effort.device)))
-            )
-            row = {
-                "dtype_under_bf16": str(under_bf16),
-                "outputs_of_1_sample": len(model(batch[:1])),
-                "gradient_difference": (by_replicas - by_layer).abs().max().item(),
-            }
-        except RuntimeError as error:
-            row = {"error": str(error)[:500]}
-        rows[f"device_ids {ids}"] = row
-    return {"device": effort.device, "rows": rows}
-
-
-def used_bytes() -> int:
-    """How much of the GPU all processes use, with CUDA's context and what nccl holds."""
-    free, total = torch.cuda.mem_get_info()
-    return total - free
-
-
-def context_bytes() -> int:
-    """How much CUDA's context takes: what the first tensor of a process takes, less the tensor."""
-
-    def used_by_all() -> int:
-        call = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
-        return int(subprocess.check_output(call, text=True)) * MIB
-
-    before = used_by_all()
-    tensor = torch.zeros(1, device="cuda")
-    torch.cuda.synchronize(tensor.device)
-    return used_by_all() - before - torch.cuda.memory_reserved()
-
-
 def watch_backward(rank: int) -> Results:
-    """Find out whether forward and backward return early, and what a process holds."""
-    used = {"before the model": used_bytes()}
-    model = nn.Linear(4096, 4096)
-    ddp = DistributedDataParallel(model)  # its first message, so nccl takes its buffers
-    torch.cuda.synchronize()
-    used["with the model in DDP"] = used_bytes()
+    """Find out whether forward and backward return before the GPU is done."""
+    ddp = DistributedDataParallel(nn.Linear(4096, 4096))
     batch = torch.randn(64, 4096)
     for _ in range(5):  # DDP rearranges its buckets after the first step, and then talks
         ddp(batch).sum().backward()
@@ -224,12 +170,7 @@ def watch_backward(rank: int) -> Results:
     loss.backward()
     early["backward"] = not before.query()
     torch.cuda.synchronize()
-    return {
-        "returned_before_the_gpu_was_done": early,
-        "used_bytes": used,
-        "allocated_bytes": torch.cuda.memory_allocated(),
-        "reserved_bytes": torch.cuda.memory_reserved(),
-    }
+    return {"returned_before_the_gpu_was_done": early}
 
 
 def backward(layer: nn.Module, images: Tensor) -> None:
@@ -249,12 +190,11 @@ def time_shapes(device: str) -> Results:
 
 @section("nccl", seconds_on_gpu=90)
 def measure_nccl(effort: Effort) -> Results:
-    """Show the GPU's queue and memory by one rank over nccl; on a CPU, time only the shapes."""
+    """Show the GPU's queue by one rank over nccl; on a CPU, time only the shapes."""
     results: Results = {"device": effort.device}
     if effort.device == "cuda":
         for backend in ("nccl", "gloo"):
             [results[backend]] = run_ranks(1, watch_backward, backend=backend, device="cuda")
-        results["context_bytes"] = context_bytes()
     return results | {"first_and_second_ms": time_shapes(effort.device)}
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -83,8 +82,8 @@ def cut(recordings: Sequence[Recording], number: int) -> Step:
     return step
 
 
-def shown_steps(*runs: Sequence[Recording]) -> Results:
-    """Choose the first step and the median one of all runs, with the quartiles of the others."""
+def median_step(*runs: Sequence[Recording]) -> Results:
+    """Choose the step of median length of all runs; say of how many."""
     compared: list[Step] = []
     for recordings in runs:
         steps = min(len(recording["steps"]) for recording in recordings)
@@ -92,10 +91,7 @@ def shown_steps(*runs: Sequence[Recording]) -> Results:
             raise UsageError(f"the script took {steps} steps: expected more than {WARM_UP}")
         compared += [cut(recordings, number) for number in range(WARM_UP, steps)]
     compared.sort(key=lambda step: step["ms"])
-    times = [step["ms"] for step in compared]
-    quartiles = statistics.quantiles(times, n=4)[::2] if len(times) > 1 else times * 2
-    about = {"steps": len(times), "quartiles_ms": [round(ms, 3) for ms in quartiles]}
-    return about | {"first": cut(runs[0], 0), "median": compared[(len(times) - 1) // 2]}
+    return {"steps": len(compared), "median": compared[(len(compared) - 1) // 2]}
 
 
 def record_stages(
@@ -113,5 +109,5 @@ def record_stages(
             flags += [f"--run-dir={folder}", f"--data-dir={ROOT / 'data'}"]
             command = [sys.executable, *command_of(stage, RANKS), *flags]
             runs[stage].append(record(command, quiet=True))
-    results["stages"] = {stage: shown_steps(*runs[stage]) for stage in stages}
+    results["stages"] = {stage: median_step(*runs[stage]) for stage in stages}
     return results

@@ -1,4 +1,4 @@
-"""The stages' own programs, started in turns: samples per second, and what survive/ adds to a step.
+"""The stages' own programs, started in turns: their speeds, their timelines, and survive's cost.
 
 Each run is a process that starts, trains on the digits and ends. A step is the median (for survive,
 where only some steps vote, the mean) of the steps after the first epoch, by its metrics.jsonl: with
@@ -14,11 +14,12 @@ from statistics import fmean, median
 
 import torch
 
+from benchmarks.measure.recordings import WARM_UP, record_stages
 from benchmarks.measure.sections import section
 from benchmarks.measure.stage_runs import run_quietly, time_without_messages
 from benchmarks.measure.timing import AA, Effort, interleave_runs, ratio_to, summarize
 from benchmarks.result_files import Results
-from benchmarks.variants import VARIANTS, Layout
+from benchmarks.variants import STAGES, VARIANTS, Layout
 
 GLOBAL_BATCH = 120
 CEILING = "ceiling"
@@ -75,6 +76,17 @@ def measure_stages(effort: Effort, keys: Collection[str] = KEYS) -> Results:
     about |= {"model": "net-bn", "global_batch": GLOBAL_BATCH}
     skipped = {VARIANTS[key].title(ranks): reason for key, reason in reasons.items() if reason}
     return {**about, "skipped": skipped, "variants": rows}
+
+
+@section("timeline")
+def measure_timeline(effort: Effort) -> Results:
+    """Record what a step of each stage is spent on, for the pictures of the pages."""
+    results, recorded = Results(), {"net-bn": ([*STAGES], 65), "resnet18": (["03", "04"], 20)}
+    for model, (stages, steps) in recorded.items():
+        if effort.quick:
+            stages, steps = stages[-1:], WARM_UP + 2
+        results[model] = record_stages(stages, model, steps, turns=min(3, effort.rounds))
+    return results
 
 
 @section("survive")

@@ -55,7 +55,6 @@ class Span(NamedTuple):
     thread: str  # main, or the name of another one
     begin: float  # in seconds; in a Step, in milliseconds since its begin
     end: float
-    size: int  # bytes of a message
 
 
 class Recording(TypedDict):
@@ -86,7 +85,6 @@ class OpenSpan:
     kind: Kind
     thread: str
     begin: Mark
-    size: int
     end: Mark | None = None
 
 
@@ -139,12 +137,12 @@ class SpanRecorder:
         self.first_optimizer, self.rank = 0, 0
         self.in_backward = False
 
-    def begin(self, kind: Kind, size: int = 0) -> OpenSpan | None:
+    def begin(self, kind: Kind) -> OpenSpan | None:
         if self.is_over:
             return None
         is_main = threading.current_thread() is threading.main_thread()
         thread = "main" if is_main else threading.current_thread().name
-        span = OpenSpan(kind, thread, self.clock.mark(), size)
+        span = OpenSpan(kind, thread, self.clock.mark())
         self.steps[-1].append(span)
         return span
 
@@ -203,8 +201,7 @@ class SpanRecorder:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self.now.is_sending:  # some collectives call another one
                 return send(*args, **kwargs)
-            first = [*args, *kwargs.values(), None][0]
-            self.now.is_sending, span = True, self.begin(Kind.MESSAGE, size_of(first))
+            self.now.is_sending, span = True, self.begin(Kind.MESSAGE)
             try:
                 work = send(*args, **kwargs)
             finally:
@@ -222,7 +219,7 @@ class SpanRecorder:
     def around_hook(self, hook: Hook) -> Hook:
         @functools.wraps(hook)
         def timed(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            span = self.begin(Kind.BUCKET, size_of(bucket.buffer()))
+            span = self.begin(Kind.BUCKET)
 
             def arrived(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
                 self.end(span)
@@ -262,7 +259,7 @@ class SpanRecorder:
     def complete_spans(self, step: list[OpenSpan]) -> list[Span]:
         seconds = self.clock.seconds
         return [
-            Span(span.kind, span.thread, seconds(span.begin), seconds(span.end), span.size)
+            Span(span.kind, span.thread, seconds(span.begin), seconds(span.end))
             for span in step
             if span.end is not None
         ]
@@ -270,12 +267,6 @@ class SpanRecorder:
 
 def gpu_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""
-
-
-def size_of(sent: Any) -> int:
-    """Count the bytes of a tensor, or of a list of them."""
-    tensors = sent if isinstance(sent, (list, tuple)) else [sent]
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
 
 def average(

@@ -6,7 +6,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks.result_files import MIB, Results
+from benchmarks.result_files import MACHINE, MIB, Results
+from benchmarks.tables.pages import table, table_of_gpu
 
 RATIO = "{ratio:.2f} ({ratio_interval[0]:.2f} to {ratio_interval[1]:.2f})"
 
@@ -33,6 +34,11 @@ def table_of_rows(rows: Iterable[Results], columns: Mapping[str, str]) -> str:
     return tabulate(lines, [*columns], "github", disable_numparse=True)
 
 
+def size_text(size: int) -> str:
+    return f"{size // 2**10} KiB" if size < MIB else f"{size // MIB} MiB"
+
+
+@table("stages", MACHINE, "stages")
 def stages(results: Results) -> str:
     def times_baseline(row: Results) -> str:
         low, high = row["ratio_interval"]  # of times, not of speeds
@@ -50,6 +56,7 @@ def stages(results: Results) -> str:
     )
 
 
+@table("scaling", "once/scaling")
 def scaling(results: Results) -> str:
     """All steps of DDP that were predicted and measured."""
     columns = {
@@ -65,12 +72,15 @@ def scaling(results: Results) -> str:
     return table_of_rows(results["rows"], columns)
 
 
+@table("threads", "once/threads")
+@table("reducers", "reducers")
 def ratios(results: Results) -> str:
     """A column for each model."""
     models = results["models"].items()
     return table_of_columns({name: column(model["variants"], RATIO) for name, model in models})
 
 
+@table_of_gpu("formats")
 def formats(results: Results) -> str:
     """Images per second, and in brackets how many times those of the first row; peaks in GiB."""
 
@@ -95,29 +105,25 @@ def without(part: str, named: Mapping[str, Any]) -> dict[str, Any]:
     return {name.replace(part, ""): value for name, value in named.items()}
 
 
+@table_of_gpu("gloo")
 def gloo(results: Results) -> str:
     """An all-reduce between two ranks that share a GPU, and how much longer it takes from there."""
 
-    def name(size: int) -> str:
-        return f"{size >> 20} MiB" if size >= MIB else f"{size >> 10} KiB"
-
-    sizes = {name(int(size)): rows for size, rows in results["all_reduce"].items()}
-    on_gpu = {size: rows for size, rows in sizes.items() if "cuda" in rows}  # not in a rehearsal
-    return table_of_columns(
-        {
-            "on the CPU, ms": {
-                size: f"{rows['cpu']['step_ms']:.2f}" for size, rows in sizes.items()
-            },
-            "on the GPU, ms": {
-                size: f"{rows['cuda']['step_ms']:.2f}" for size, rows in on_gpu.items()
-            },
-            "GPU / CPU": {size: RATIO.format_map(rows["cuda"]) for size, rows in on_gpu.items()},
-            "A/A": {size: RATIO.format_map(rows["A/A"]) for size, rows in sizes.items()},
-        },
-        "size",
+    sizes = {size_text(int(size)): rows for size, rows in results["all_reduce"].items()}
+    cpu, gpu, same = (
+        {size: rows[name] for size, rows in sizes.items() if name in rows}  # no GPU in a rehearsal
+        for name in ("cpu", "cuda", "A/A")
     )
+    columns = {
+        "on the CPU, ms": column(cpu, "{step_ms:.2f}"),
+        "on the GPU, ms": column(gpu, "{step_ms:.2f}"),
+        "GPU / CPU": column(gpu, RATIO),
+        "A/A": column(same, RATIO),
+    }
+    return table_of_columns(columns, "size")
 
 
+@table_of_gpu("peaks")
 def peaks(results: Results) -> str:
     rows = [
         {**row, "error": row["rehearsed_bytes"] / row["measured_bytes"] - 1}
@@ -129,12 +135,14 @@ def peaks(results: Results) -> str:
     return table_of_rows(rows, {**columns, "error": "{error:+.1%}"})
 
 
+@table("survive", "survive")
 def survive(results: Results) -> str:
     rows = results["variants"]
     milliseconds = column(rows, "{step_ms:.1f}")
     return table_of_columns({"step, ms": milliseconds, "time / 05's": column(rows, RATIO)})
 
 
+@table("local_sgd", "once/local_sgd")
 def local_sgd(results: Results) -> str:
     """DDP's accuracy, and how many points the other methods are away from it: mean and spread."""
     columns = {}
@@ -147,6 +155,7 @@ def local_sgd(results: Results) -> str:
     return table_of_columns(columns, "the ranks talk")
 
 
+@table("local_sgd_links", "once/local_sgd_links")
 def local_sgd_links(results: Results) -> str:
     """Measured ratios, and beside them those that step_model.py computes from a step's time."""
     columns: dict[str, Column] = {}
@@ -156,6 +165,7 @@ def local_sgd_links(results: Results) -> str:
     return table_of_columns(columns)
 
 
+@table("shard", "shard")
 def shard(results: Results) -> str:
     """Bytes as multiples of the model's. A/A is measured in time only."""
     multiples: dict[str, dict[str, float]] = {kind: {} for kind in (*SHARDED, "together")}
@@ -187,18 +197,17 @@ def judged(results: Results) -> list[Results]:
     return [{**row, "wrong": row["wrong_resumes"] + row["wrong_ends"]} for row in rows]
 
 
+@table("faults", "injected_faults")
 def faults(results: Results) -> str:
     return table_of_rows(judged(results), {"fault": "{what}", **JUDGED, **RESUMED})
 
 
+@table("pauses", "injected_faults", "pauses")
 def pauses(results: Results) -> str:
     return table_of_rows(judged(results), {"pause": "{what}", **JUDGED})
 
 
-def size_text(size: int) -> str:
-    return f"{size // 2**10} KiB" if size < 2**20 else f"{size // 2**20} MiB"
-
-
+@table("shm", "shm")
 def shm_sizes(results: Results) -> str:
     """A line for each size of an all-reduce, beside the copy that it cannot outrun."""
     rows = []
@@ -219,6 +228,7 @@ def shm_sizes(results: Results) -> str:
     return table_of_rows(rows, columns)
 
 
+@table("shm_python", "shm")
 def shm_python_calls(results: Results) -> str:
     """What a call costs where nobody waits and hardly a byte moves."""
     columns = {"an all_reduce of 4 KiB": "{what}", "n": "{n}", "µs": "{us:.1f}"}
@@ -226,6 +236,7 @@ def shm_python_calls(results: Results) -> str:
     return table_of_rows(results["python"], columns)
 
 
+@table("shm_in_place", "once/shm_in_place")
 def shm_in_place(results: Results) -> str:
     rows = [{**row, "size": size_text(row["bytes"])} for row in results["rows"]]
     columns = {
@@ -239,6 +250,7 @@ def shm_in_place(results: Results) -> str:
     return table_of_rows(rows, columns)
 
 
+@table("shm_calls", "shm")
 def shm_calls(results: Results) -> str:
     """gloo's time over shm's, of all sizes: the least and the most favorable one."""
     times: dict[str, dict[str, list[float]]] = {}

@@ -1,34 +1,32 @@
-"""The tables of the pages, made from results/; bench.py also prints them after a measurement.
+"""The tables of the pages: each is a function in this folder with `@table` above it.
 
 A page holds <!-- table: NAME --> where one begins and <!-- end of table --> where it ends; below,
 <!-- table: origin of NAME --> tells where its numbers come from. `make pages` writes what is
-between, and a test compares it with what is committed.
+between, and a test compares it with what is committed. bench.py also prints a table after the
+measurement.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import TypeVar
 
-from benchmarks.result_files import GPU, MACHINE, Results, load
-from benchmarks.tables import measurements, puzzles, tour_report
+from benchmarks.result_files import GPU, Results, load
 
 ORIGIN = "origin of "  # before the name of a table
-
-
-def origin_of(results: Results) -> str:
-    """A program that was needed only once is not kept: the commit has it."""
-    text = "Measured on {hardware}, with torch {torch}, {date}."
-    if "program" in results["provenance"]:
-        text += " The program is in its commit: `git show {commit}:{program}`."
-    return text.format(**results["provenance"])
+Make = Callable[[Results], str]
+Making = TypeVar("Making", bound=Make)  # with the other arguments that it may have
 
 
 @dataclass(frozen=True)
 class Table:
     """make: called with a file of results/, or with a part of it."""
 
+    make: Make
     file: str
-    make: Callable[[Results], str]
-    parts: tuple[str, ...] = ()  # the keys that lead there
+    parts: tuple[str, ...]  # the keys that lead there
 
     @property
     def section(self) -> str:
@@ -41,43 +39,42 @@ class Table:
             results = results[part]
         return results
 
-    def text(self) -> str:
-        return self.make(self.results())
 
-    def origin(self) -> str:
-        return origin_of(self.results())
+TABLES: dict[str, Table] = {}
 
 
-def on_gpu(section: str) -> tuple[str, ...]:
-    """Where `make gpu` leaves the results of a section of bench.py."""
-    return "steps", section, "results", section
+def table(name: str, file: str, *parts: str) -> Callable[[Making], Making]:
+    """Decorate what makes a table from this file of results/, or from this part of it."""
+
+    def add(make: Making) -> Making:
+        TABLES[name] = Table(make, file, parts)
+        return make
+
+    return add
 
 
-TABLES = {
-    "tour": Table("tour", tour_report.learned),
-    "repeats": Table("tour", tour_report.repeats),
-    "stages": Table(MACHINE, measurements.stages, ("stages",)),
-    "threads": Table("once/threads", measurements.ratios),
-    "reducers": Table("reducers", measurements.ratios),
-    "scaling": Table("once/scaling", measurements.scaling),
-    "local_sgd": Table("once/local_sgd", measurements.local_sgd),
-    "local_sgd_links": Table("once/local_sgd_links", measurements.local_sgd_links),
-    "survive": Table("survive", measurements.survive),
-    "shard": Table("shard", measurements.shard),
-    "shm": Table("shm", measurements.shm_sizes),
-    "shm_python": Table("shm", measurements.shm_python_calls),
-    "shm_in_place": Table("once/shm_in_place", measurements.shm_in_place),
-    "shm_calls": Table("shm", measurements.shm_calls),
-    "faults": Table("injected_faults", measurements.faults),
-    "formats": Table(GPU, measurements.formats, on_gpu("formats")),
-    "peaks": Table(GPU, measurements.peaks, on_gpu("peaks")),
-    "gloo": Table(GPU, measurements.gloo, on_gpu("gloo")),
-    "puzzles": Table("puzzles", puzzles.puzzles),
-    "pauses": Table("injected_faults", measurements.pauses, ("pauses",)),
-}
+def table_of_gpu(name: str) -> Callable[[Making], Making]:
+    """The same, from what `make gpu` has measured with the section of this name."""
+    return table(name, GPU, "steps", name, "results", name)
+
+
+def find_tables() -> dict[str, Table]:
+    """Import every program of this folder; return all tables by name."""
+    for module in iter_modules([str(Path(__file__).parent)]):
+        import_module(f"benchmarks.tables.{module.name}")
+    return TABLES
+
+
+def origin_of(results: Results) -> str:
+    """A program that was needed only once is not kept: the commit has it."""
+    text = "Measured on {hardware}, with torch {torch}, {date}."
+    if "program" in results["provenance"]:
+        text += " The program is in its commit: `git show {commit}:{program}`."
+    return text.format(**results["provenance"])
 
 
 def text_of(name: str) -> str:
     """What stands on a page between its comments: `stages`, or `origin of stages`."""
-    shown = TABLES[name.removeprefix(ORIGIN)]
-    return shown.origin() if name.startswith(ORIGIN) else shown.text()
+    shown = find_tables()[name.removeprefix(ORIGIN)]
+    results = shown.results()
+    return origin_of(results) if name.startswith(ORIGIN) else shown.make(results)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.result_files import Results
+from benchmarks.tables.pages import table
 from check_answer import COST, PUZZLES, cost
 from local_ranks.chapters import ROOT
 
@@ -39,6 +40,7 @@ What it cost: {cost(puzzle)}. Reported in [{repository}#{number}]({story.report}
 """
 
 
+@table("puzzles", "puzzles")
 def puzzles(results: Results) -> str:
     rows = "".join(
         f"| {p.number} | [{p.style}]({MISTAKES}/{p.story.name}/train.py) | {p.purpose} "

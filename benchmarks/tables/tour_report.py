@@ -6,11 +6,13 @@ from typing import NamedTuple
 from tabulate import tabulate
 
 from benchmarks.result_files import MIB, Results
+from benchmarks.tables.pages import table
 from benchmarks.variants import VARIANTS
 
 EQUAL = 1e-5  # fp32 losses of the first epoch that differ less count as equal
 
 
+@table("tour", "tour")
 def learned(results: Results, style: str = "github") -> str:
     """What each stage has learned, and what each of its processes holds."""
     lines = []
@@ -84,6 +86,7 @@ def compare(key: str, results: Results) -> Repeats:
     return Repeats("no", f"{largest:.2g}", " ".join(causes))
 
 
+@table("repeats", "tour")
 def repeats(results: Results) -> str:
     """A table of the stages beside 01; nothing if 01 has not run."""
     first, *others = results["rows"]

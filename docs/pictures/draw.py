@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.result_files import MACHINE, load
-from benchmarks.tables.pages import TABLES
+from benchmarks.tables.pages import find_tables
 from common.options import Parser
 from docs.pictures import formats, lessons, memory, timeline
 from local_ranks.chapters import ROOT
@@ -21,7 +21,7 @@ def draw_memory() -> str:
 
 
 def draw_speeds() -> str:
-    return formats.draw_speeds(TABLES["formats"].results())
+    return formats.draw_speeds(find_tables()["formats"].results())
 
 
 def draw_timeline(model: str, *stages: str) -> str:

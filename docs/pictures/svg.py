@@ -19,17 +19,15 @@ COLORS = {
     "optimizer": "#71757c",
     "waiting": "url(#waiting)",
     "sending": "#c9630f",
-    # what it holds: what forward keeps, what backward makes, what the optimizer keeps, what is sent
+    # what it holds: what forward keeps, what backward makes, what the optimizer keeps
     "activations": "#3f92cf",
     "gradients": "#2f6bbf",
     "optimizer state": "#71757c",
-    "buckets": "#c9630f",
     "parameters": "#1a8043",
     "batch": "#8a6d1f",
     # whose it is
     "rank 0": "#8c5bc7",
     "rank 1": "#0f868c",
-    "nobody": "none",
     # what autocast does with it
     "16 bits": "#3d4752",
     "16 bits as they come": "#71757c",
@@ -96,7 +94,7 @@ class Drawing:
     def legend(self, y: float, names: Iterable[str], x: float = 4) -> None:
         """A square and a name for each, in one row."""
         for name in names:
-            self.box(x, y, 14, 14, name, INK if name in ("waiting", "nobody") else "")
+            self.box(x, y, 14, 14, name, INK if name == "waiting" else "")
             self.words(x + 20, y + 13, name)
             x += 36 + 8.6 * len(name)
 

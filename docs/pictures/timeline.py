@@ -172,11 +172,10 @@ def table(step: Step) -> str:
     return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
 
 
-def picture(results: Results, stages: Sequence[str] = (), which: str = "median") -> str:
+def picture(results: Results, stages: Sequence[str] = ()) -> str:
     """Draw the recorded stages: those that are named, or all."""
     shown = stages or [*results["stages"]]
-    rows = [(VARIANTS[stage].label, results["stages"][stage][which]) for stage in shown]
-    step = "the first step" if which == "first" else "the step of median length"
+    rows = [(VARIANTS[stage].label, results["stages"][stage]["median"]) for stage in shown]
     about = f"{results['model']}, global batch {results['global_batch']}"
-    caption = [f"{about}: {step} of a recorded run.", origin_line(results["provenance"])]
-    return draw(rows, caption)
+    step = f"{about}: the step of median length of a recorded run."
+    return draw(rows, [step, origin_line(results["provenance"])])

@@ -11,7 +11,7 @@ from pathlib import Path
 from sphinx.application import Sphinx
 from sphinx.search.en import SearchEnglish
 
-from update_translations import chinese_page, translated_pages
+from repository_pages import chinese_page, translated_pages
 
 CHINESE = {  # what we add, and what Furo says, which has no translation
     "Lessons": "课程",

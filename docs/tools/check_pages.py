@@ -19,29 +19,28 @@ from tabulate import tabulate
 
 from repository_pages import (
     ALL_PAGES,
+    CHINESE,
     COMMENT,
+    FENCED,
     KINDS,
+    LEFT_OUT,
     MAIN_PATH,
     ROOT,
     SPEED,
     TEST_FILES,
     fences,
 )
-from update_translations import translated_pages
 
 WORDS = 900  # most words of a page of the main path
-FENCED = r"^```.*?^```$"
 LINK = r"!?\[([^\]]*)\]\([^)]*\)"
 TERM = re.compile(r'^\| (?:<a id="[\w-]+"></a>)+(?P<term>.+?) \|', re.M)  # a row of the glossary
-COUNTED = re.compile(r"[一-鿿]|[^\W一-鿿]+")  # Chinese characters, and words in other letters
 MAIN_PAGES = [ROOT / folder / "README.md" for folder in MAIN_PATH]
-CHINESE = [page for _, page in translated_pages(ROOT)]
 TESTS = "".join(path.read_text() for path in TEST_FILES)
 
 
 def without_fences(page: Path) -> str:
     """The text without comments, too."""
-    return re.sub(rf"{FENCED}|<!--.*?-->", "", page.read_text(), flags=re.M | re.S)
+    return re.sub(r"<!--.*?-->", "", FENCED.sub("", page.read_text()), flags=re.S)
 
 
 def running_text(page: Path) -> str:
@@ -50,9 +49,7 @@ def running_text(page: Path) -> str:
 
 
 def word_count(page: Path) -> int:
-    """Count the words of the running text, and on a Chinese page the characters."""
-    text = running_text(page)
-    return len(COUNTED.findall(text)) if page in CHINESE else len(text.split())
+    return len(running_text(page).split())
 
 
 def anchors(page: Path) -> set[str]:
@@ -96,13 +93,13 @@ def faults(page: Path) -> Iterator[str]:
         where = page.parent / file if file else page
         if not where.exists() or (anchor and anchor not in anchors(where)):
             yield f"leads nowhere: {target}"
-    for comment in COMMENT.findall(re.sub(FENCED, "", page.read_text(), flags=re.M | re.S)):
+    for comment in COMMENT.findall(FENCED.sub("", page.read_text())):
         if comment.partition(": ")[0] not in KINDS:
             yield f"has a comment that nothing reads: {comment}"
     for fence in fences("python", [page]):
         kind, _, file = fence.note.partition(": ")
         is_part = kind == "part of" and page not in CHINESE
-        parts = fence.text.split("...\n") if is_part else []
+        parts = fence.text.split(LEFT_OUT) if is_part else []
         if any(part not in (page.parent / file).read_text() for part in parts):
             yield f"not in {file}: {fence.text}"
     for test in set(re.findall(r"`(test_\w+)`", page.read_text())):
@@ -118,9 +115,10 @@ def faults(page: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    pages = [*MAIN_PAGES, *(page for page in ALL_PAGES if page not in MAIN_PAGES), *CHINESE]
+    pages = [*MAIN_PAGES, *(page for page in ALL_PAGES if page not in MAIN_PAGES)]
     rows = [(page.relative_to(ROOT), word_count(page)) for page in pages]
     print(tabulate(rows, ["page", "words"]))
+    pages += CHINESE
     found = [f"{page.relative_to(ROOT)}: {fault}" for page in pages for fault in faults(page)]
     if found:
         sys.exit("\n".join(found))

@@ -3,8 +3,8 @@
     python docs/tools/refresh_pages.py            # as `make pages`
     python docs/tools/refresh_pages.py --quick    # as `make pages-quick`: it runs no program
 
-It writes the parts of diffs, the tables, and every output whose command a page names; but first it
-runs the tour, and stores its results. Last come the Chinese pages.
+It writes the quoted parts of diffs and of files, the tables, and every output whose command a page
+names; but first it runs the tour, and stores its results. Last come the Chinese pages.
 """
 
 import json
@@ -14,7 +14,7 @@ from argparse import ArgumentParser
 import update_translations
 from benchmarks.result_files import RESULTS, save
 from benchmarks.tables.pages import text_of
-from repository_pages import ALL_PAGES, ROOT, TABLE, diff_shown, fences, shell, without_speeds
+from repository_pages import ALL_PAGES, ROOT, TABLE, fences, quotation, shell, without_speeds
 
 
 def run(command: str) -> str:
@@ -34,11 +34,12 @@ def write_outputs() -> None:
             fence.write(without_speeds(run(fence.command)))
 
 
-def write_diffs() -> None:
-    for fence in reversed(fences("diff", ALL_PAGES)):
-        shown = diff_shown(fence)
-        if shown is not None:
-            fence.write(shown)
+def write_quotations() -> None:
+    for kind in ("diff", "python"):
+        for fence in reversed(fences(kind, ALL_PAGES)):
+            shown = quotation(fence)
+            if shown is not None:
+                fence.write(shown)
 
 
 def fresh_table(match: re.Match[str]) -> str:
@@ -59,7 +60,7 @@ def main() -> None:
         run_tour()
         write_outputs()
     write_tables()
-    write_diffs()
+    write_quotations()
     update_translations.update()
 
 

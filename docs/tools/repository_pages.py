@@ -20,8 +20,9 @@ Above a diff fence stands one of
     <!-- part of: FILE.diff -->      all of that file but its first two lines
     <!-- break it: FILE TEST -->     with this change to the file, the test fails
 
-and `make pages-quick` writes the first two. <!-- part of: FILE --> above a python fence says that
-it is a part of that file, word for word; ... leaves lines out.
+and above a python fence <!-- part of: FILE -->: it is a part of that file, word for word, and ...
+leaves lines out. `make pages-quick` writes all of these but "break it"; in a part of a file, it
+knows what to write by the first and the last line.
 
 Between <!-- table: NAME --> and <!-- end of table --> stands what benchmarks/tables/pages.py makes,
 and <!-- widget: NAME --> is a place where the site has something to play with.
@@ -31,6 +32,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -58,7 +60,7 @@ PAGES = (
 )
 
 
-# The English pages; for the others, see update_translations.py.
+# The English pages.
 ALL_PAGES = [path for pattern in PAGES for path in sorted(ROOT.glob(pattern))]
 ALL_PAGES = [path for path in ALL_PAGES if not path.match("*.zh.md")]
 # These show commands for a folder of the reader's: see test_convert.py.
@@ -72,8 +74,10 @@ FENCE = re.compile(
 COMMENT = re.compile(r"<!-- ([^\n]*?) -->")
 KINDS = {"in the suite", "output of", "lesson", "part of", "break it", "table", "widget"}
 KINDS |= {"end of table", "of the English"}  # the last one: see update_translations.py
+FENCED = re.compile(r"^```\w+\n.*?^```$", re.M | re.S)  # without the comment above it
 IN_SUITE = re.compile(r"in the suite: (?P<how>add|run|nothing)\b,? (?P<rest>.+)")
 WIDGET = re.compile(r"^<!-- widget: (?P<name>\w+) -->$", re.M)
+LEFT_OUT = "...\n"  # between two parts of a file
 BREAK = re.compile(r"break it: (?P<file>[\w.]+) (?P<test>test_\w+)")
 TABLE = re.compile(r"<!-- table: (?P<name>.+?) -->\n(?P<text>.*?)<!-- end of table -->", re.S)
 OUTPUT = re.compile(
@@ -81,6 +85,24 @@ OUTPUT = re.compile(
     r"(?:; decimals within (?P<percent>[\d.]+) %)?(?:; whole numbers within (?P<whole>\d+))?"
 )
 SPEED = re.compile(r"(?P<before>^epoch \d+/\d+ .+  )(?P<speed>[\d,]+) samples/s$", re.M)
+
+
+def chinese_page(page: Path, root: Path = ROOT) -> Path:
+    """Where the Chinese version of an English page is, if there is one."""
+    if page == root / "README.md":
+        return root / "README.zh.md"
+    return root / "docs" / "zh" / f"{page.parent.name if page.stem == 'README' else page.stem}.md"
+
+
+def translated_pages(root: Path = ROOT) -> Iterator[tuple[Path, Path]]:
+    """The English pages that have a Chinese version, and that version."""
+    for pattern in ("README.md", "*/README.md", "beyond/*/README.md", "docs/*.md"):
+        for page in sorted(root.glob(pattern)):
+            if (chinese := chinese_page(page, root)).exists():
+                yield page, chinese
+
+
+CHINESE = [page for _, page in translated_pages()]
 
 
 @dataclass(frozen=True)
@@ -143,16 +165,29 @@ def part_of_lesson(stage: str, first: str, last: str) -> str:
     return "".join(lines[places[0] : end + 1])
 
 
-def diff_shown(fence: Fence) -> str | None:
-    """What a diff fence must hold; None if no comment says from where it comes."""
+def part_of_file(part: str, source: str) -> str:
+    """Read a part of a file again, from its first line to its last; as it is where one is gone."""
+    lines, quoted = source.splitlines(), part.strip("\n").splitlines()
+    if part in source or lines.count(quoted[0]) != 1:
+        return part
+    first = lines.index(quoted[0])
+    ends = [place for place in range(first, len(lines)) if lines[place] == quoted[-1]]
+    ends = ends[quoted.count(quoted[-1]) - 1 :]  # such a line may also stand inside
+    return part.replace("\n".join(quoted), "\n".join(lines[first : ends[0] + 1])) if ends else part
+
+
+def quotation(fence: Fence) -> str | None:
+    """What a fence of a diff or of python must hold; None if no comment says where it is from."""
     kind, _, source = fence.note.partition(": ")
     if kind == "lesson":
         stage = fence.page.parent.relative_to(ROOT).as_posix()
         return part_of_lesson(stage, *source.split(" ... "))
-    if kind == "part of":
-        lines = (fence.page.parent / source).read_text().splitlines(keepends=True)
-        return "".join(lines[2:])
-    return None
+    if kind != "part of":
+        return None
+    text = (fence.page.parent / source).read_text()
+    if fence.kind == "diff":
+        return "".join(text.splitlines(keepends=True)[2:])
+    return LEFT_OUT.join(part_of_file(part, text) for part in fence.text.split(LEFT_OUT))
 
 
 def sides(diff: str) -> tuple[str, str]:

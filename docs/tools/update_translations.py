@@ -11,35 +11,17 @@ and so are the numbers of measured tables.
 
 import re
 import sys
-from collections.abc import Iterator
 from hashlib import sha256
-from pathlib import Path
 
-from repository_pages import ROOT, TABLE
+from repository_pages import FENCED, ROOT, TABLE, translated_pages
 
-FENCE = re.compile(r"^```\w+\n[\s\S]*?^```$", re.M)
 NUMBER = re.compile(r"(?<![A-Za-z\d])\d+(?:[.,]\d+)*")
 DIGEST = re.compile(r"<!-- of the English: (\w+) -->")
 
 
-def chinese_page(page: Path, root: Path = ROOT) -> Path:
-    """Where the Chinese version of an English page is, if there is one."""
-    if page == root / "README.md":
-        return root / "README.zh.md"
-    return root / "docs" / "zh" / f"{page.parent.name if page.stem == 'README' else page.stem}.md"
-
-
-def translated_pages(root: Path = ROOT) -> Iterator[tuple[Path, Path]]:
-    """The English pages that have a Chinese version, and that version."""
-    for pattern in ("README.md", "*/README.md", "beyond/*/README.md", "docs/*.md"):
-        for page in sorted(root.glob(pattern)):
-            if (chinese := chinese_page(page, root)).exists():
-                yield page, chinese
-
-
 def digest(english: str) -> str:
     """Digest the prose: a fence or a measured number that changes needs no new translation."""
-    prose = TABLE.sub("", FENCE.sub("", english.partition("\n## All claims\n")[0]))
+    prose = TABLE.sub("", FENCED.sub("", english.partition("\n## All claims\n")[0]))
     return sha256(" ".join(prose.split()).encode()).hexdigest()[:8]
 
 
@@ -50,7 +32,7 @@ def replace_each(pattern: re.Pattern[str], texts: list[str], chinese: str) -> st
 
 def refreshed(english: str, chinese: str) -> str:
     """The Chinese page with the English page's fences and measured numbers."""
-    for pattern in (FENCE, TABLE):
+    for pattern in (FENCED, TABLE):
         new, old = ([m[0] for m in pattern.finditer(page)] for page in (english, chinese))
         if len(new) == len(old):
             new = [translated(*pair) for pair in zip(new, old, strict=True)]

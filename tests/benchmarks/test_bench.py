@@ -4,7 +4,6 @@ import json
 import re
 import sys
 from functools import cache
-from itertools import chain
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from benchmarks.tables import measurements
 from benchmarks.tables import pages as page_tables
 from benchmarks.variants import VARIANTS, Layout
 from helpers.refusals import assert_one_line, refusal
-from local_ranks.chapters import ROOT
 from local_ranks.machine import scratch_folder
 from local_ranks.scripts import run_script
 from repository_pages import ALL_PAGES
@@ -26,7 +24,8 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 SECTIONS_OF_STAGES = ("stages", "survive")  # these sections start the stages' own programs
-OTHER_SECTIONS = [name for name in bench.SECTIONS if name not in SECTIONS_OF_STAGES]
+ELSEWHERE = (*SECTIONS_OF_STAGES, "timeline")  # notebook 01 records the stages
+OTHER_SECTIONS = [name for name in bench.SECTIONS if name not in ELSEWHERE]
 
 
 @cache
@@ -98,28 +97,11 @@ def test_speeds_of_several_ranks_are_shares_of_what_processes_reach_that_never_t
     assert " 80% (80% to 80%)" in measurements.stages(results)
 
 
-def test_a_stage_that_fails_is_left_out_and_the_others_are_measured(monkeypatch):
-    def run_quietly(key, ranks, device, *flags, threads):
-        if key in failing:
-            raise SystemExit(1)
-        return stage_runs.StageRun({}, STEPS)
-
-    monkeypatch.setattr(stages, "run_quietly", run_quietly)
-    failing = {"04"}
-    results = stages.measure_stages(Effort(rounds=2), keys=("01", "04", "05"))
-    assert [*results["variants"]] == ["01", "05", AA]
-    assert results["skipped"] == {"04 DDP": "a run of it failed"}
-    failing = {"01"}  # the others are compared with it
-    with pytest.raises(SystemExit):
-        stages.measure_stages(Effort(rounds=2), keys=("01", "04", "05"))
-
-
 @pytest.mark.parametrize(
     ("call", "files"),
     [
         ("reducers", {"reducers.json"}),
         ("process_memory", {f"{result_files.MACHINE}.json"}),
-        ("reducers --rounds=3", set()),
         ("process_memory --quick", set()),
         ("process_memory --quick --out=mine.json", {"mine.json"}),
     ],
@@ -137,20 +119,6 @@ def test_a_complete_run_writes_its_file_and_any_run_the_one_that_out_names(
     bench.main()
     written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.json")}
     assert written == files
-
-
-def test_a_part_of_a_file_is_written_and_the_others_stay(tmp_path):
-    file = tmp_path / "machine.json"
-    first, second = ({"provenance": {"commit": commit}} for commit in ("a", "b"))
-    result_files.save_part(file, "stages", first)
-    result_files.save_part(file, "process_memory", second)
-    assert json.loads(file.read_text()) == {**second, "stages": first, "process_memory": second}
-
-
-@pytest.mark.parametrize(("commit", "notes"), [("c8ab422", 0), ("c8ab422-dirty", 1)])
-def test_results_whose_commit_does_not_hold_their_program_say_so(commit, notes, tmp_path, capsys):
-    result_files.save(tmp_path / "results.json", {"provenance": {"commit": commit}})
-    assert capsys.readouterr().out.count("\nnote: programs had changes ") == notes
 
 
 def test_a_changed_program_makes_a_commit_dirty_and_stored_results_do_not(tmp_path, monkeypatch):
@@ -212,11 +180,11 @@ def test_a_wrong_call_ends_in_one_line(call, tmp_path):
 
 def test_every_result_is_shown_and_tells_where_it_comes_from():
     pages = "".join(path.read_text() for path in ALL_PAGES)
-    assert all(f"<!-- table: {name} -->" in pages for name in page_tables.TABLES)
-    parts = {name: (table.file, table.parts) for name, table in page_tables.TABLES.items()}
+    assert all(f"<!-- table: {name} -->" in pages for name in page_tables.find_tables())
+    parts = {name: (table.file, table.parts) for name, table in page_tables.find_tables().items()}
     told = {part for name, part in parts.items() if f"<!-- table: origin of {name} -->" in pages}
     assert told == set(parts.values())
-    sources = {table.file for table in page_tables.TABLES.values()} - {result_files.MACHINE}
+    sources = {table.file for table in page_tables.find_tables().values()} - {result_files.MACHINE}
     linked = set(re.findall(r"\bresults/((?:once/|gpu/[\w-]+/)?\w+)\.json", pages))
     folders = (result_files.RESULTS.glob(f"{name}*.json") for name in ("", "once/", "gpu/*/"))
     paths = (path.relative_to(result_files.RESULTS) for folder in folders for path in folder)
@@ -249,22 +217,3 @@ def test_with_accumulation_views_save_at_the_peak_only_if_gradients_are_zeroed_i
     apart, to_none, in_place = (ways()[name]["peak_bytes"][0] for name in names)
     assert abs(to_none - apart) < GRADIENT_BYTES / 2  # nothing saved
     assert in_place < apart - GRADIENT_BYTES / 2
-
-
-def imports_of(folder: str) -> dict[str, set[str]]:
-    """What measures, tabulates or draws, as the programs of this folder import it."""
-    files = (ROOT / folder).glob("*.py")
-    pattern = r"^from (benchmarks\.measure\.?\w*|benchmarks\.tables|docs\.pictures)"
-    return {path.name: {*re.findall(pattern, path.read_text(), re.M)} for path in files}
-
-
-def test_what_measures_neither_tabulates_nor_draws_which_knows_only_the_form_of_a_recording():
-    assert not {*chain(*imports_of("benchmarks/measure").values())} & {
-        "benchmarks.tables",
-        "docs.pictures",
-    }
-    assert {*chain(*imports_of("benchmarks/tables").values())} == {"benchmarks.tables"}
-    drawing = imports_of("docs/pictures")
-    assert drawing.pop("draw.py") == {"benchmarks.tables", "docs.pictures"}
-    assert {*chain(*drawing.values())} == {"docs.pictures", "benchmarks.measure.timeline_recorder"}
-    assert "benchmarks.measure.timeline_recorder" in drawing["timeline.py"]

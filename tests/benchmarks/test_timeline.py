@@ -3,7 +3,6 @@
 import os
 import re
 import sys
-import threading
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -15,11 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
-from torch.utils.data import DataLoader, IterableDataset
 
 import from_scratch
 from benchmarks.measure import timeline_recorder
-from benchmarks.measure.recordings import read_recordings, recorder_variables, shown_steps
+from benchmarks.measure.recordings import median_step, read_recordings, recorder_variables
 from benchmarks.measure.timeline_recorder import MESSAGES, Kind, Recording, Span, Step
 from docs.pictures import timeline
 from helpers.refusals import assert_one_line, refusal
@@ -34,7 +32,7 @@ def step(*ranks: list[Span]) -> Step:
 
 
 def span(kind: Kind, begin: float, end: float) -> Span:
-    return Span(kind, "main", begin, end, size=8)
+    return Span(kind, "main", begin, end)
 
 
 def test_a_rank_waits_until_the_last_rank_has_come_and_then_all_send():
@@ -71,8 +69,8 @@ def test_the_step_shown_is_the_median_one_cut_at_its_ends():
         now += seconds
         steps.append([forward, span(Kind.OPTIMIZER, now - 0.1, now)])
     recording: Recording = {"rank": 0, "gpu": "", "torch": "", "steps": steps}
-    shown = shown_steps([recording])
-    assert (shown["steps"], shown["median"]["ms"], shown["first"]["ms"]) == (3, 2000, 9000)
+    shown = median_step([recording])
+    assert (shown["steps"], shown["median"]["ms"]) == (3, 2000)
     [rank] = shown["median"]["ranks"]
     assert [(each.begin, each.end) for each in rank["spans"]] == [(0, 1000), (1900, 2000)]
 
@@ -111,7 +109,7 @@ def test_the_messages_of_a_step_are_seen_and_its_parts_follow_each_other(how, me
     run_on_ranks(2, _train, tmp_path, how)
     recordings = read_recordings(tmp_path)
     assert [each["rank"] for each in recordings] == [0, 1]
-    for rank in shown_steps(recordings)["median"]["ranks"]:
+    for rank in median_step(recordings)["median"]["ranks"]:
         sent = [span for span in rank["spans"] if span.kind in MESSAGES]
         assert len(sent) == messages
         [forward], [backward], [optimizer] = (
@@ -119,89 +117,51 @@ def test_the_messages_of_a_step_are_seen_and_its_parts_follow_each_other(how, me
             for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)
         )
         assert forward.end <= backward.begin <= backward.end <= optimizer.begin
-        sizes = [span.size for span in sent]
-        assert sum(sizes) == 4 * (8 * 8 + 8 + 8 + 8 + 8 + 1), "all gradients"
 
 
 def test_the_replicas_of_data_parallel_are_threads_and_around_them_the_process_copies(tmp_path):
     run_on_ranks(1, _train, tmp_path, "threads")
-    shown = shown_steps(read_recordings(tmp_path))
+    shown = median_step(read_recordings(tmp_path))
     process, *replicas = timeline.lanes(shown["median"])
     assert [lane.name for lane in replicas] == ["replica 0", "replica 1"]
     assert all([kind for kind, *_ in lane.parts] == ["forward"] for lane in replicas)
     assert [kind for kind, *_ in process.parts] == ["backward", "optimizer", "sending", "sending"]
 
 
-def _send(name: str) -> None:
-    """Call one of torch's collectives for flat tensors, by this name."""
-    own, all_of_them, call = torch.ones(8), torch.ones(16), getattr(dist, name)
-    if name.startswith("all_gather"):
-        call(all_of_them, own)
-    elif name.startswith("reduce_scatter"):
-        call(own, all_of_them)
-    else:
-        call(own, all_of_them if dist.get_rank() == 0 else None, dst=0)
-
-
-NAMES = [
-    *("all_gather_into_tensor", "reduce_scatter_tensor", "gather_into_tensor"),
-    *("all_gather_single", "reduce_scatter_single", "gather_single"),  # torch 2.13 and 2.14
-]
-NAMES = [name for name in NAMES if hasattr(dist, name)]
-
-
-def _train_sharded_or_send(rank: int, folder: Path, is_sharded: bool, known: str) -> None:
+def _train_sharded(rank: int, folder: Path, known: str) -> None:
     """known: the collectives of these names are watched."""
-    import shm  # noqa: F401  gloo has no gather_single
-
-    dist.init_process_group("gloo" if is_sharded else "shm")
+    dist.init_process_group("gloo")
     os.environ |= recorder_variables(folder) | {"TIMELINE_COLLECTIVES": known}
     recorder = timeline_recorder.install()
     model = nn.Linear(8, 8)
-    if is_sharded:
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = SGD(model.parameters(), 0.1)
     for _ in range(7):
         model(torch.ones(4, 8)).sum().backward()
-        for name in [] if is_sharded else NAMES:
-            _send(name)
         optimizer.step()
     recorder.save()
 
 
-def messages_and_sending(folder: Path, is_sharded: bool, known: str) -> tuple[int, bool]:
-    """How many messages each rank has in a step, and whether it is drawn as sending."""
+def messages_of_fully_shard(folder: Path, known: str) -> int:
+    """Count the messages that each rank has in a step."""
     folder.mkdir()
-    run_on_ranks(2, _train_sharded_or_send, folder, is_sharded, known)
-    shown = shown_steps(read_recordings(folder))["median"]
+    run_on_ranks(2, _train_sharded, folder, known)
+    shown = median_step(read_recordings(folder))["median"]
     [messages] = {len(timeline.messages_of(rank["spans"])) for rank in shown["ranks"]}
-    parts = [part for lane in timeline.lanes(shown) for part in lane.parts]
-    return messages, any(part.kind == "sending" and part.end > part.begin for part in parts)
-
-
-@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
-def test_collectives_are_seen_by_their_old_and_new_names(tmp_path):
-    """The control: a name that is not in prove's list."""
-    known = recorder_variables(tmp_path)["TIMELINE_COLLECTIVES"]
-    assert messages_and_sending(tmp_path / "all", False, known) == (len(NAMES), True)
-    unknown = known.replace("reduce_scatter_tensor,", "").replace("reduce_scatter_single,", "")
-    unseen = {"reduce_scatter_tensor", "reduce_scatter_single"}.intersection(NAMES)
-    fewer = len(NAMES) - len(unseen)
-    assert messages_and_sending(tmp_path / "fewer", False, unknown) == (fewer, True)
+    return messages
 
 
 def test_the_messages_of_fully_shard_are_seen(tmp_path):
     """fully_shard sends at least an all-gather and a reduce-scatter. The control: unknown names."""
     known = recorder_variables(tmp_path)["TIMELINE_COLLECTIVES"]
-    messages, is_sending = messages_and_sending(tmp_path / "all", True, known)
-    assert messages >= 2
-    assert is_sending
-    assert messages_and_sending(tmp_path / "none", True, "all_reduce,broadcast") == (0, False)
+    assert messages_of_fully_shard(tmp_path / "all", known) >= 2
+    assert messages_of_fully_shard(tmp_path / "none", "all_reduce,broadcast") == 0
 
 
-SLOW_SCRIPT = """
-import time
+SCRIPT = """
+import sys, time
 import torch
+assert not {"benchmarks", "common"} & sys.modules.keys(), "a script may have its own"
 
 class Slow(torch.utils.data.Dataset):
     def __len__(self): return 16
@@ -226,89 +186,27 @@ for x in torch.utils.data.DataLoader(Slow(), 2):
         ("nothing", {"LOADING": "0", "BETWEEN": "0.1"}),
     ],
 )
-def test_waiting_for_a_slow_dataset_is_loading_and_another_wait_is_nothing(
+def test_in_a_script_of_ones_own_a_slow_dataset_is_loading_and_another_wait_is_nothing(
     where, seconds, tmp_path
 ):
     """A sleep lasts at least as long as it says, on any machine."""
-    source = SLOW_SCRIPT
+    source = SCRIPT
     for name, number in seconds.items():
         source = source.replace(name, number)
     (tmp_path / "mine.py").write_text(source)
     [(status, output)] = run_script(PROGRAM, sys.executable, "mine.py", cwd=tmp_path)
     assert status == 0, output
-    heads, (_, *row) = (re.split(r"  +", line.strip()) for line in output.splitlines()[:2])
+    heads, (name, *row), end = (re.split(r"  +", line.strip()) for line in output.splitlines())
     assert float(dict(zip(heads, row, strict=True))[where]) >= 100
-    words = [element.text for element in ElementTree.parse(tmp_path / "timeline.svg").iter()]
-    assert "loading" in words
-
-
-def _load_inside_and_beside(rank: int, folder: Path, workers: int) -> None:
-    os.environ |= recorder_variables(folder)
-    recorder = timeline_recorder.install()
-    inner = DataLoader(torch.ones(4, 8), 1)
-
-    class Nested(IterableDataset):
-        def __iter__(self):
-            return iter(inner)
-
-    thread = threading.Thread(target=lambda: [*inner])
-    optimizer = SGD([nn.Parameter(torch.ones(8))], 0.1)
-    model = nn.Identity()
-    thread.start()
-    thread.join()
-    for batch in DataLoader(Nested(), 1, num_workers=workers):
-        model(batch)
-        optimizer.step()
-    recorder.save()
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_batch_is_loaded_once_though_its_dataset_has_a_loader_and_a_thread_loads(
-    workers, tmp_path
-):
-    run_on_ranks(1, _load_inside_and_beside, tmp_path, workers)
-    [recording] = read_recordings(tmp_path)
-    assert len(recording["steps"]) == 4
-    for step in recording["steps"]:
-        assert [span.kind for span in step] == [Kind.LOADING, Kind.FORWARD, Kind.OPTIMIZER]
-
-
-SCRIPT = """
-import sys
-import torch
-assert not {"benchmarks", "common"} & sys.modules.keys(), "a script may have its own"
-model = torch.nn.Linear(8, 1)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-for step in range(8):
-    optimizer.zero_grad()
-    model(torch.randn(4, 8)).square().mean().backward()
-    optimizer.step()
-"""
-
-
-def test_a_script_of_ones_own_is_recorded_as_it_is(tmp_path):
-    (tmp_path / "mine.py").write_text(SCRIPT)
-    [(status, output)] = run_script(PROGRAM, sys.executable, "mine.py", cwd=tmp_path)
-    assert status == 0, output
-    lines = [re.split(r"  +", line.strip()) for line in output.splitlines()]
-    assert lines[0] == [
-        "loading",
-        "forward",
-        "backward",
-        "optimizer",
-        "waiting",
-        "sending",
-        "nothing",
-    ]
-    assert lines[1][0] == "process"
-    assert lines[2] == ["wrote timeline.svg: open it in a browser"]
-    assert "mine.py: " in ElementTree.parse(tmp_path / "timeline.svg").findtext("{*}desc")
+    assert (name, end) == ("process", ["wrote timeline.svg: open it in a browser"])
+    picture = ElementTree.parse(tmp_path / "timeline.svg")
+    assert "mine.py: " in picture.findtext("{*}desc")
+    assert "loading" in [element.text for element in picture.iter()]
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        ("--stages 06", "--stages 06"),
         ("nowhere train.py", "cannot start nowhere"),
         ("python -c pass", "no process took an optimizer step"),
     ],

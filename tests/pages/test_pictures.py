@@ -6,9 +6,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from benchmarks import result_files
-from check_pages import CHINESE
 from docs.pictures import draw, timeline
-from repository_pages import ALL_PAGES, WIDGET
+from repository_pages import ALL_PAGES, CHINESE, WIDGET
 
 
 @pytest.mark.parametrize("name", draw.PICTURES)

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from benchmarks.tables.pages import text_of
-from check_pages import CHINESE
 from helpers.outputs import differences
 from local_ranks.machine import scratch_folder
 from local_ranks.scripts import launch_script, run_script
 from repository_pages import (
     ALL_PAGES,
     BREAK,
+    CHINESE,
     IN_SUITE,
     ROOT,
     TABLE,
-    diff_shown,
     fences,
+    quotation,
     shell,
 )
 
@@ -100,7 +100,7 @@ TYPED = [
 
 @pytest.mark.parametrize("fence", [f for f in DIFFS if f not in TYPED], ids=lambda f: f.name)
 def test_every_diff_is_the_one_that_its_comment_names(fence):
-    assert fence.text == diff_shown(fence), "run: make pages-quick"
+    assert fence.text == quotation(fence), "run: make pages-quick"
     assert fence.text.strip()
 
 

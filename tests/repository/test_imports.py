@@ -30,7 +30,6 @@ ROOM_OF_FOLDER = {
     "docs": "workshop",
 }
 
-OBSERVE = "prove.watch.observe"
 Graph = dict[str, set[str]]  # the modules that each module imports
 
 
@@ -149,54 +148,6 @@ def test_common_holds_what_the_stages_import_and_nothing_else():
     assert graph.keys() - reached_from(needed, graph) == {"common"}
     more = graph_of(sources | {"common.extra": "import common.data"})  # the control
     assert more.keys() - reached_from(needed, more) == {"common", "common.extra"}
-
-
-def reached_sides(graph: Graph) -> list[tuple[str, str]]:
-    """Modules of prove that watch or judge, and what they reach of the other side. A check is on
-    both; only observe.py, which puts all watchers in place, knows the checks."""
-    pairs = []
-    for own, other in (("prove.watch.", "prove.judge."), ("prove.judge.", "prove.watch.")):
-        names = [each for each in graph if each.startswith(own) and each != OBSERVE]
-        pairs += [
-            (name, needed)
-            for name in names
-            for needed in sorted(reached_from({name}, graph))
-            if needed.startswith((other, "prove.checks"))
-        ]
-    return pairs
-
-
-def test_what_watches_a_script_and_what_judges_it_share_the_records_alone():
-    sources = sources_of("packages/prove/src/prove")
-    assert reached_sides(graph_of(sources)) == []
-    for name, line in (
-        ("prove.watch.data", "from prove.judge import table\n"),
-        ("prove.judge.table", "from prove.processes import preload\n"),  # which imports watch
-    ):
-        changed = graph_of(sources | {name: f"{sources[name]}\n{line}"})
-        assert name in {importing for importing, _ in reached_sides(changed)}, "the control"
-
-
-def test_what_a_rank_loads_starts_no_process_and_makes_no_run():
-    """The ranks load all checks, because a check watches and judges."""
-    sources, of_runs = sources_of("packages/prove/src/prove"), {"prove.processes", "prove.runs"}
-    assert not reached_from({OBSERVE}, graph_of(sources)) & of_runs
-    check = sources["prove.checks.files"]
-    changed = {"prove.checks.files": f"{check}\nfrom prove.processes import run_command\n"}
-    assert reached_from({OBSERVE}, graph_of(sources | changed)) & of_runs, "the control"
-
-
-def test_a_package_gives_names_and_its_modules_take_none_of_them_back():
-    sources = sources_of("packages/prove/src/prove")
-    statements = ast.parse(sources["prove"]).body
-    kinds = {type(each) for each in statements}
-    assert kinds <= {ast.Expr, ast.ImportFrom, ast.Assign}, "the docstring, imports, __all__"
-    changed = {"prove.runs": f"{sources['prove.runs']}\nfrom prove import check\n"}
-    for graph, importing in (
-        (graph_of(sources), []),
-        (graph_of(sources | changed), ["prove.runs"]),
-    ):
-        assert [name for name in graph if "prove" in graph[name]] == importing, "and the control"
 
 
 NEVER_IMPORTED = ("train", "minimal")  # each of several folders has its own

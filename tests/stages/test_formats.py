@@ -12,7 +12,7 @@ from torch import nn
 
 import formats
 from benchmarks import result_files
-from benchmarks.tables.pages import TABLES
+from benchmarks.tables.pages import find_tables
 from local_ranks.chapters import ROOT
 from local_ranks.train_stage import train_once
 
@@ -63,7 +63,7 @@ LAYOUTS = ("contiguous", "channels_last")
 
 
 def speeds_on_a_gpu(model: str) -> dict[str, float]:
-    variants = TABLES["formats"].results()["models"][model]["variants"]
+    variants = find_tables()["formats"].results()["models"][model]["variants"]
     return {name: row["images_per_second"] for name, row in variants.items()}
 
 
