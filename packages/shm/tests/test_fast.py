@@ -187,6 +187,6 @@ def test_a_compiler_that_hangs_is_ended(compile_anew, monkeypatch, tmp_path, rec
     hanging.write_text("#!/bin/sh\nexec sleep 1000\n")
     hanging.chmod(0o700)
     monkeypatch.setattr(fast, "COMPILER", [str(hanging)])
-    monkeypatch.setattr(fast, "COMPILER_SECONDS", 0.1)
+    monkeypatch.setattr(fast, "COMPILER_TIMEOUT", 0.1)
     what = f"{hanging} has not ended after 0.1 s"
     assert warnings_without_a_library(recwarn) == [SLOWER + what]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import shm  # noqa: F401 (the backend)
 from shm.segment import Segment, identity_of_file, open_if_identical
-from shm.work import pending
+from shm.work import scheduler
 from shm_cases import collect, without_a_compiler
 from shm_ranks import patience, run_on_ranks
 
@@ -244,7 +244,7 @@ def test_an_interrupted_call_ends_the_group_instead_of_making_a_wrong_sum(kind, 
 
 
 def sums_around_an_interruption_that_nobody_notices(rank):
-    with patch.object(type(pending), "give_up", lambda *_: None):
+    with patch.object(type(scheduler), "give_up", lambda *_: None):
         return sums_around_an_interruption(rank, TimeoutError())
 
 
@@ -317,7 +317,7 @@ def messages_around_an_interruption(rank):
 
     with patch.object(Segment, "post", post_first_piece), pytest.raises(TimeoutError):
         dist.send(x, 0)
-    dist.group.WORLD.messages.counted.update({2: 1})  # as if the piece had not been counted
+    dist.group.WORLD.messages.piece_counts.update({2: 1})  # as if the piece had not been counted
     with suppress(RuntimeError):  # rank 0 has ended
         dist.send(2 * x, 0)
 

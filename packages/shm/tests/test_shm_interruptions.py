@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import shm
 from shm.segment import Segment
-from shm.work import Pending, pending
+from shm.work import CallScheduler, scheduler
 from shm_ranks import patience, run_on_ranks
 
 FOLDER = str(Path(shm.__file__).parent)
@@ -72,9 +72,9 @@ def is_lock_free():
     answers = []
 
     def take_and_free():
-        answers.append(pending.lock.acquire(blocking=False))
+        answers.append(scheduler.lock.acquire(blocking=False))
         if answers[0]:
-            pending.lock.release()
+            scheduler.lock.release()
 
     thread = threading.Thread(target=take_and_free)
     thread.start()
@@ -108,7 +108,7 @@ def interrupted_calls(rank, kind, name, stride):
             outcomes["cut off: " + outcome_of(CALLS[name], group)] += 1
         if not is_lock_free():
             outcomes["locked"] += 1
-            Pending.free_lock(pending)  # or each of the next would count, too
+            CallScheduler.free_lock(scheduler)  # or each of the next would count, too
         outcomes[outcome_of(CALLS[name], group)] += 1
         dist.destroy_process_group(group)
         number += stride
@@ -135,7 +135,7 @@ def test_without_the_repair_the_lock_stays_locked():
 
 
 def interrupted_calls_without_repair(rank):
-    with patch.object(pending, "free_lock", lambda: None):
+    with patch.object(scheduler, "free_lock", lambda: None):
         return interrupted_calls(rank, KeyboardInterrupt, "all_reduce", EACH)
 
 
@@ -147,7 +147,7 @@ import shm
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 signal.signal(signal.SIGALRM, signal.default_int_handler)  # as Ctrl-C
 dist.all_reduce(torch.ones(3), group=dist.new_group(backend="shm"), async_op=True)
-shm.group.pending.wake_thread()  # the one that the process waits for at its end
+shm.group.scheduler.wake_thread()  # the one that the process waits for at its end
 for _ in range(100):
     try:
         group = dist.new_group(backend="shm")

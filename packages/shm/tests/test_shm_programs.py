@@ -44,7 +44,7 @@ RANKS = 3
 # What is left out, and the programs that then give something else
 
 
-def wait_for_a_second_in_each_call(work, wait, carry_on=shm.work.pending.carry_on):
+def wait_for_a_second_in_each_call(work, wait, carry_on=shm.work.scheduler.carry_on):
     work.options = dist.BarrierOptions()
     work.options.timeout = timedelta(seconds=1)
     return carry_on(work, True)
@@ -59,11 +59,11 @@ LEFT_OUT = {
     "tags": ((shm.messages.Message, "matches", take_any_tag), [tags_in_another_order]),
     "the name of the group": ((shm.SharedMemoryGroup, "getGroupName", lambda _: ""), [sharded]),
     "calls that return at once": (
-        (shm.work.pending, "carry_on", wait_for_a_second_in_each_call),
+        (shm.work.scheduler, "carry_on", wait_for_a_second_in_each_call),
         [two_groups_in_another_order],
     ),
     "the thread that goes on with started calls": (
-        (shm.work.pending, "wake_thread", lambda: None),
+        (shm.work.scheduler, "wake_thread", lambda: None),
         [complete_without_a_wait],
     ),
 }

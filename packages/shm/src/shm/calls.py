@@ -1,4 +1,4 @@
-"""What a rank announces of a call: one number, which the others compare with their own.
+"""A call as one number, which a rank announces, and which the others compare with their own.
 
 A collective ends right only if every rank calls the same one, with the same root, op, size and
 dtype. The number holds all of them, so an error can name both calls.
@@ -14,7 +14,8 @@ DTYPES = {value for value in vars(torch).values() if isinstance(value, torch.dty
 DTYPES_IN_ORDER = [None, *sorted(DTYPES, key=str)]  # the same order on every rank
 NUMBER_OF_NAME = {name: number for number, name in enumerate(NAMES)}
 NUMBER_OF_DTYPE = {dtype: number for number, dtype in enumerate(DTYPES_IN_ORDER)}
-NAME_BITS, OP_BITS, DTYPE_BITS, ROOT_BITS, SIZE_BITS = 4, 4, 7, 12, 36  # 63: a counter's, no sign
+# Together 63 bits: a counter has 64, one of which is its sign
+NAME_BITS, OP_BITS, DTYPE_BITS, ROOT_BITS, SIZE_BITS = 4, 4, 7, 12, 36
 SIZE_SHIFT = NAME_BITS + OP_BITS + DTYPE_BITS + ROOT_BITS
 
 

@@ -3,16 +3,17 @@
 import os
 
 
-def pin(rank: int, ranks: int, process: int = 0) -> int:
-    """Keep this rank on cores of its own; returns how many, 0 if that is not for us to decide.
+def pin(rank: int, world_size: int, process: int = 0) -> int:
+    """Keep a process of this rank on cores of its own, and return how many.
 
-    process: the one to keep there; 0 is the calling one.
+    process: its number, where 0 means the calling process.
 
-    Left alone, the scheduler likes to put ranks that wake each other on one core, where they
-    wait in turns. Nothing is done if the cores are not enough, or if somebody has chosen some.
+    Left alone, the operating system likes to put ranks that wake each other on one core, where
+    they wait in turns. Returns 0, and changes nothing, if the cores are not enough or somebody has
+    chosen some.
     """
     cores = sorted(os.sched_getaffinity(0))
-    each = len(cores) // ranks
+    each = len(cores) // world_size
     if not each or len(cores) != os.cpu_count():
         return 0
     os.sched_setaffinity(process, cores[rank * each : (rank + 1) * each])

@@ -1,4 +1,4 @@
-"""Collectives: moves tensors between ranks through shared memory, and adds them up there.
+"""Collectives: they move tensors between ranks through shared memory, and add them up there.
 
 Every rank has a row in each of two slots. A tensor larger than a row goes in pieces, by turns in
 the two slots. A rank that has arrived with a piece has read the one before.
@@ -14,14 +14,15 @@ from torch import Tensor
 from shm import fast
 from shm.calls import Op
 from shm.fast import put
-from shm.segment import Segment, Steps
+from shm.segment import CallSteps, Segment
 
-ROW_BYTES = 2**21  # should still be in a cache when others read it, and worth a meeting of all
-SLICED = 2**16  # bytes: three or more ranks add up a larger piece in slices, one per rank
+# A row is small enough to be in a cache when others read it, and large enough for a meeting of all
+ROW_BYTES = 2**21
+MAX_UNSLICED_BYTES = 2**16  # three or more ranks add up a larger piece in slices, one per rank
 
-COMBINE: dict[Op, Callable[..., Tensor]] = {
+FUNCTION_OF_OP: dict[Op, Callable[..., Tensor]] = {
     Op.SUM: torch.add,
-    Op.AVG: torch.add,  # divided later
+    Op.AVG: torch.add,  # combine_rows divides the sum
     Op.PRODUCT: torch.mul,
     Op.MIN: torch.minimum,
     Op.MAX: torch.maximum,
@@ -32,7 +33,7 @@ COMBINE: dict[Op, Callable[..., Tensor]] = {
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool]
 REALS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 COMPLEX = [torch.complex64, torch.complex128]
-COMPUTED_WITH: dict[Op, list[torch.dtype]] = {
+DTYPES_OF_OP: dict[Op, list[torch.dtype]] = {
     Op.SUM: INTEGERS + REALS + COMPLEX,
     Op.PRODUCT: INTEGERS + REALS + COMPLEX,
     Op.MIN: INTEGERS + REALS,
@@ -54,33 +55,36 @@ class Exchange:
         self.segment = segment
         self.rank = segment.rank
         self.world_size = segment.world_size
-        self.pieces = 0  # that this rank has written
+        self.pieces = 0  # how many pieces this rank has written
         size = self.world_size * ROW_BYTES
         self.slots = [segment.tensor(slot * size, size) for slot in (0, 1)]
-        self.views: dict[tuple[torch.dtype, int], list[Tensor]] = {}  # of the slots
+        self.views: dict[tuple[torch.dtype, int], list[Tensor]] = {}  # both slots, by dtype, boxes
         self.c_state: fast.SumState | None = None
-        if (library := fast.library()) and self.world_size <= fast.MOST_RANKS:
+        if (library := fast.library()) and self.world_size <= fast.MAX_RANKS:
             state = fast.SumState(rank=self.rank, ranks=self.world_size, row_bytes=ROW_BYTES)
-            state.sliced, state.counters = SLICED, segment.address
+            state.sliced, state.counters = MAX_UNSLICED_BYTES, segment.address
             state.slots = self.slots[0].data_ptr()
             self.c_state, self.c_state_address = state, ctypes.addressof(state)
             self.c_all_reduce = library.all_reduce
-            # How often C looks at the others' arrivals in a call that returns at once, or waits:
+            # How often C looks for the others' arrivals, in calls that return at once or wait
             self.spins_async = fast.SPINS_PER_YIELD if segment.spins else 1
             self.spins_waiting = fast.SPINS_PER_YIELD * segment.spins
 
     def pieces_of(
         self, length: int, dtype: torch.dtype, boxes: int = 1
     ) -> Iterator[tuple[Tensor, slice]]:
-        """Cut N elements into pieces. Yields the memory of one, (ranks, boxes, n): the row of each
-        rank, in so many boxes; and which part of N it is. Others' rows are ready after an arrival.
+        """Cut N elements into pieces; yield the memory of each, and which part of N it holds.
+
+        The memory is (world_size, boxes, n): a row for each rank, divided into boxes. The rows of
+        the other ranks are ready after an arrival.
         """
         if (views := self.views.get((dtype, boxes))) is None:
             piece = ROW_BYTES // dtype.itemsize // boxes // 64 * 64  # whole cache lines
             rows = [slot.view(dtype).view(self.world_size, -1) for slot in self.slots]
             views = [each[:, : boxes * piece].unflatten(1, (boxes, piece)) for each in rows]
             self.views[dtype, boxes] = views
-        self.segment.transfers += 1  # so that what is left of an interrupted one fits to no other
+        # What is left of an interrupted call has another transfer number, so no rank takes it
+        self.segment.transfers += 1
         piece = views[0].shape[2]
         for start in range(0, max(1, length), piece):
             part = slice(start, min(start + piece, length))
@@ -88,12 +92,12 @@ class Exchange:
             yield views[self.pieces % 2][:, :, : part.stop - start], part
 
     def combine_rows(self, rows: Sequence[Tensor], op: Op) -> Tensor:
-        """The sum of the rows, or another op: in the order of ranks, so equal on all ranks."""
-        total = reduce(COMBINE[op], rows)
+        """Combine the rows in the order of the ranks, so the result has the same bits on all."""
+        total = reduce(FUNCTION_OF_OP[op], rows)
         return total.div_(self.world_size) if op == Op.AVG else total
 
-    def all_reduce(self, tensor: Tensor, op: Op, call: int, root: int | None = None) -> Steps:
-        """Add up the tensors. With a root, it is a reduce: the other ranks keep what they have."""
+    def all_reduce(self, tensor: Tensor, op: Op, call: int, root: int | None = None) -> CallSteps:
+        """Add up the tensors; with a root, only there: the other ranks keep what they have."""
         dtype = fast.NUMBER_OF_DTYPE.get(tensor.dtype)
         if self.c_state and op == Op.SUM and dtype is not None and tensor.is_contiguous():
             c_root = -1 if root is None else root
@@ -105,7 +109,7 @@ class Exchange:
             rows, output = boxes[:, 0], tensor[part]
             put(rows[self.rank], output)
             yield from self.segment.arrive(call)
-            if self.world_size == 2 or output.nbytes <= SLICED:
+            if self.world_size == 2 or output.nbytes <= MAX_UNSLICED_BYTES:
                 if wants_it:
                     output.copy_(self.combine_rows(rows.unbind(), op))
                 continue
@@ -131,27 +135,28 @@ class Exchange:
         return self.continue_sum(call, spins)
 
     def continue_sum(self, call: int, spins: int) -> int:
-        """Go on with a sum in fast.c, within so many looks at the others' arrivals.
+        """Go on with a sum in fast.c, and look `spins` times for the others' arrivals.
 
         Returns DONE, or the rank that is awaited.
         """
         state, segment = self.c_state, self.segment
         assert state
-        late = self.c_all_reduce(self.c_state_address, spins)
+        awaited = self.c_all_reduce(self.c_state_address, spins)
         segment.arrivals, self.pieces = state.arrivals, state.pieces
-        if late <= fast.DIFFERS:
-            segment.fail_as_different(fast.DIFFERS - late, call)
-        return late
+        if awaited <= fast.DIFFERS:
+            segment.fail_as_different(fast.DIFFERS - awaited, call)
+        return awaited
 
-    def end_sum(self, call: int, late: int) -> Steps:
-        while late != fast.DONE:
-            yield [late]
-            late = self.continue_sum(call, self.spins_async)
+    def end_sum(self, call: int, awaited: int) -> CallSteps:
+        """Carry a sum that begin_sum has begun to its end."""
+        while awaited != fast.DONE:
+            yield [awaited]
+            awaited = self.continue_sum(call, self.spins_async)
 
     def gather(
         self, tensor: Tensor, outputs: dict[int, Tensor], call: int, source: int | None = None
-    ) -> Steps:
-        """Copy the tensors of the ranks in outputs. With a source, the others write nothing."""
+    ) -> CallSteps:
+        """Copy the tensor of each rank into outputs[rank]; with a source, only that rank writes."""
         for boxes, part in self.pieces_of(len(tensor), tensor.dtype):
             if source is None or source == self.rank:
                 put(boxes[self.rank, 0], tensor[part])
@@ -168,8 +173,8 @@ class Exchange:
             content = each[part]
             put(box[: len(content)], content)
 
-    def scatter(self, inputs: list[Tensor], output: Tensor, root: int, call: int) -> Steps:
-        """The root writes all rows: in each, what its rank is to have."""
+    def scatter(self, inputs: list[Tensor], output: Tensor, root: int, call: int) -> CallSteps:
+        """Write inputs[r] into the row of rank r, on the root; then each rank reads its row."""
         for boxes, part in self.pieces_of(len(output), output.dtype):
             if self.rank == root:
                 for row, each in zip(boxes[:, 0], inputs, strict=True):
@@ -177,13 +182,13 @@ class Exchange:
             yield from self.segment.arrive(call)
             output[part] = boxes[self.rank, 0]
 
-    def reduce_scatter(self, inputs: list[Tensor], output: Tensor, op: Op, call: int) -> Steps:
+    def reduce_scatter(self, inputs: list[Tensor], output: Tensor, op: Op, call: int) -> CallSteps:
         for boxes, part in self.pieces_of(len(output), output.dtype, self.world_size):
             self.write_boxes(inputs, boxes, part)
             yield from self.segment.arrive(call)
             output[part] = self.combine_rows(boxes[:, self.rank].unbind(), op)
 
-    def all_to_all(self, inputs: list[Tensor], outputs: list[Tensor], call: int) -> Steps:
+    def all_to_all(self, inputs: list[Tensor], outputs: list[Tensor], call: int) -> CallSteps:
         """Send inputs[r], (any size,), to each rank r, whose outputs have the sizes that arrive."""
         sizes = torch.empty(self.world_size, self.world_size, dtype=torch.int64)  # (from, to)
         own_sizes = torch.tensor([len(each) for each in inputs])
@@ -204,8 +209,8 @@ class Exchange:
                     target = output[part]
                     target.copy_(boxes[rank, self.rank, : len(target)])
 
-    def gather_uneven(self, tensor: Tensor, call: int) -> Steps:
-        """All ranks' tensors, which may have different lengths: the value of `yield from`."""
+    def gather_uneven(self, tensor: Tensor, call: int) -> CallSteps:
+        """Return the tensors of all ranks, (any length,), as the value of `yield from`."""
         lengths = torch.empty(self.world_size, 1, dtype=torch.int64)
         yield from self.gather(torch.tensor([len(tensor)]), dict(enumerate(lengths)), call)
         padded = tensor.new_zeros(int(lengths.max()))

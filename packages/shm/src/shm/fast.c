@@ -1,7 +1,7 @@
 /* The inner loop of exchange.py where Python is too slow. It does the same, in the same order and
  * with the same bits, so a rank that runs it and a rank that runs Python understand each other.
  * fast.py compiles and calls it. It defines the constants that both sides must know: the counters of
- * a rank (see segment.py), MOST_RANKS, SPINS_PER_YIELD, and what all_reduce returns: DONE or
+ * a rank (see segment.py), MAX_RANKS, SPINS_PER_YIELD, and what all_reduce returns: DONE or
  * DIFFERS.
  */
 
@@ -136,7 +136,7 @@ static int64_t slice(const SumState *c, int64_t size, int64_t rank) {
 
 /* Exchange.all_reduce for a sum. Goes on until it has to wait: call it again. */
 int64_t all_reduce(SumState *c, int64_t spins) {
-    char *parts[MOST_RANKS];
+    char *parts[MAX_RANKS];
     for (;;) {
         int64_t left = c->size - c->start, size = left < c->row_bytes ? left : c->row_bytes, late;
         char *tensor = c->tensor + c->start, *rows = c->slots;

@@ -20,23 +20,23 @@ from shm import segment
 
 SOURCE = Path(__file__).with_name("fast.c")
 COMPILER = (os.environ.get("CC") or "cc").split()
-COMPILER_SECONDS = 60  # it needs one
-NOT_LOADED = (OSError, ValueError, AttributeError)  # no library, or without these functions
+COMPILER_TIMEOUT = 60  # seconds; it needs one
+NOT_LOADED = (OSError, ValueError, AttributeError)  # from loading a file that is not this library
 NUMBER_OF_DTYPE = {torch.float32: 0, torch.float64: 1, torch.int32: 2, torch.int64: 3}
-DONE, DIFFERS = -1, -2  # what all_reduce returns; or the rank that is awaited
-MOST_RANKS = 64
-SPINS_PER_YIELD = 200  # looks at the others before another program may have the core: some µs
-COUNTERS = segment.CACHE_LINES_PER_RANK * segment.COUNTERS_PER_CACHE_LINE  # of a rank
+DONE, DIFFERS = -1, -2  # what all_reduce returns; otherwise it returns the awaited rank
+MAX_RANKS = 64
+SPINS_PER_YIELD = 200  # C looks so often, some µs, before another program may have the core
+COUNTERS = segment.CACHE_LINES_PER_RANK * segment.COUNTERS_PER_CACHE_LINE  # counters of a rank
 CONSTANTS = {name: getattr(segment, name) for name in ("ARRIVED", "CALL", "TRANSFER", "BELL")}
 CONSTANTS |= {"ASLEEP": segment.ASLEEP, "COUNTERS": COUNTERS}
-CONSTANTS |= {"MOST_RANKS": MOST_RANKS, "SPINS_PER_YIELD": SPINS_PER_YIELD}
+CONSTANTS |= {"MAX_RANKS": MAX_RANKS, "SPINS_PER_YIELD": SPINS_PER_YIELD}
 CONSTANTS |= {"DONE": DONE, "DIFFERS": DIFFERS}
 FLAGS = ["-O3", "-march=native", "-shared", "-fPIC"]
 FLAGS += [f"-D{name}={value}" for name, value in CONSTANTS.items()]
 
 
 class SumState(ctypes.Structure):
-    """How far a sum has come: see fast.c."""
+    """How far a sum has come, as in fast.c."""
 
     _fields_ = [("counters", ctypes.c_void_p), ("slots", ctypes.c_void_p)]
     _fields_ += [(name, ctypes.c_int64) for name in ("rank", "ranks", "row_bytes", "sliced")]
@@ -47,7 +47,7 @@ class SumState(ctypes.Structure):
 
 
 def cpu_features() -> Iterator[str]:
-    """What -march=native depends on: a home directory may be shared by different machines."""
+    """Yield what -march=native depends on: machines that share a home directory may differ."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith(("model name", "flags", "Features", "isa")):
             yield line
@@ -59,38 +59,38 @@ class CompileError(Exception):
 
 def compiled() -> bytes:
     """Compile fast.c; returns the shared library. Raises CompileError."""
-    with tempfile.TemporaryDirectory() as place:
-        library = Path(place, "fast.so")
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "fast.so")
         command = [*COMPILER, *FLAGS, "-o", str(library), str(SOURCE)]
         try:
             subprocess.run(
-                command, check=True, capture_output=True, text=True, timeout=COMPILER_SECONDS
+                command, check=True, capture_output=True, text=True, timeout=COMPILER_TIMEOUT
             )
         except FileNotFoundError:
             what = f"got no compiler {COMPILER[0]}, expected one: install gcc, or set CC"
             raise CompileError(what) from None
         except subprocess.TimeoutExpired:
-            raise CompileError(f"{COMPILER[0]} has not ended after {COMPILER_SECONDS} s") from None
+            raise CompileError(f"{COMPILER[0]} has not ended after {COMPILER_TIMEOUT} s") from None
         except subprocess.CalledProcessError as error:
             raise CompileError(error.stderr.strip()) from None
         return library.read_bytes()
 
 
-def is_own(file: int) -> bool:
-    """Whether an open file or folder belongs to this user, and nobody else may change it."""
+def is_private(file: int) -> bool:
+    """Tell whether an open file or folder belongs to this user, and nobody else may change it."""
     status = os.fstat(file)
     return status.st_uid == os.geteuid() and not status.st_mode & (S_IWGRP | S_IWOTH)
 
 
 def open_cache() -> int | None:
-    """Open the user's folder for compiled code; None if there is none that is the user's alone."""
+    """Open the user's folder for compiled code; return None if others may write to it."""
     try:
         path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "torch-shm")
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except (OSError, RuntimeError):  # no home, or not writable
+    except (OSError, RuntimeError):  # there is no home directory, or it is not writable
         return None
-    if is_own(folder):
+    if is_private(folder):
         return folder
     os.close(folder)
     what = f"others may write to {path}, expected a folder of this user alone"
@@ -99,10 +99,10 @@ def open_cache() -> int | None:
 
 
 @contextmanager
-def folder_of_own() -> Iterator[Path]:
-    """A folder for code that will be run: the user's cache, or else a temporary one.
+def private_folder() -> Iterator[Path]:
+    """Yield a folder for code that will be run: the user's cache, or a temporary one.
 
-    Its path leads through a descriptor, so what was checked is what will be used.
+    The path of the cache leads through a descriptor, so what was checked is what will be used.
     """
     folder = open_cache()
     if folder is not None:
@@ -111,8 +111,8 @@ def folder_of_own() -> Iterator[Path]:
         finally:
             os.close(folder)
     else:
-        with tempfile.TemporaryDirectory() as place:
-            yield Path(place)
+        with tempfile.TemporaryDirectory() as temporary:
+            yield Path(temporary)
 
 
 def digest(content: bytes) -> str:
@@ -120,13 +120,13 @@ def digest(content: bytes) -> str:
 
 
 def is_intact(path: Path) -> bool:
-    """Whether a compiled file is this user's, and has the content that its name promises."""
+    """Tell whether a compiled file is this user's, and has the content that its name promises."""
     with path.open("rb") as file:
-        return is_own(file.fileno()) and path.stem.endswith(digest(file.read()))
+        return is_private(file.fileno()) and path.stem.endswith(digest(file.read()))
 
 
-def functions_of(path: Path) -> Any:
-    """Load compiled code. Raises one of NOT_LOADED if it is not that of fast.c."""
+def load_functions(path: Path) -> Any:
+    """Load compiled code. Raises one of NOT_LOADED if it does not come from fast.c."""
     functions = ctypes.CDLL(str(path))
     size = ctypes.c_int64.in_dll(functions, "size_of_state").value
     assert size == ctypes.sizeof(SumState), "fast.c and fast.py have another SumState each"
@@ -139,24 +139,25 @@ def functions_of(path: Path) -> Any:
 
 @cache
 def library() -> Any:
-    """The compiled functions; None if there are none, which it says, and then Python does it all.
+    """Return the compiled functions; None, with a warning, if there are none.
 
-    A file in the cache is named for what was compiled, and for its own content.
+    Then Python does it all. A file in the cache is named for what was compiled, and for its own
+    content.
     """
     try:
         key = [*COMPILER, *FLAGS, SOURCE.read_text(), *sorted(set(cpu_features()))]
         name = digest("\n".join(key).encode())
-        with folder_of_own() as folder:
+        with private_folder() as folder:
             for path in folder.glob(f"{name}-*.so"):
                 with suppress(*NOT_LOADED):
                     if is_intact(path):
-                        return functions_of(path)
+                        return load_functions(path)
             content = compiled()
             with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
                 file.write(content)
             path = folder / f"{name}-{digest(content)}.so"
-            os.replace(file.name, path)  # at once, as the other ranks do the same
-            return functions_of(path)
+            os.replace(file.name, path)  # atomic, since the other ranks do the same now
+            return load_functions(path)
     except (CompileError, *NOT_LOADED) as error:
         text = f"shm: {SOURCE.name} cannot be compiled, so Python adds up, which is slower: {error}"
         warnings.warn(text, stacklevel=2)
@@ -166,7 +167,7 @@ def library() -> Any:
 def put(target: Tensor, source: Tensor) -> None:
     """Copy into shared memory, where other ranks read soon.
 
-    target has no gaps, and source is as flat() returns it: its numbers are what lies in memory.
+    target: without gaps. source: as flat() returns it, so its memory holds its numbers.
     """
     functions = library()
     if functions and source.is_contiguous():

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shm import fast
-from shm.barrier import MonitoredBarrier
+from shm.barrier import MonitoredBarriers
 from shm.calls import Op, encode_call, encode_size
-from shm.exchange import COMPUTED_WITH, ROW_BYTES, Exchange
+from shm.exchange import DTYPES_OF_OP, ROW_BYTES, Exchange
 from shm.messages import BOX_BYTES, CACHE_LINES_PER_BOX, Messages
-from shm.segment import CACHE_LINES_PER_RANK, MESSAGE_BELL, SPINS, Segment, Steps
+from shm.segment import CACHE_LINES_PER_RANK, MESSAGE_BELL, SPINS, CallSteps, Segment
 from shm.tensors import (
     Tensors,
-    apart_from_outputs,
+    copy_if_overlapping,
     equal_parts,
     flat,
     put_back,
@@ -31,22 +31,22 @@ from shm.tensors import (
     without_autograd,
     without_gaps,
 )
-from shm.work import CallQueue, Completed, Work, holds_lock, pending
+from shm.work import CallQueue, Completed, Work, scheduler
 
 
-def op_of(options: Any, tensors: Tensors) -> Op:
-    """The op of the options, SUM by default, if it can be used on these tensors."""
+def checked_op(options: Any, tensors: Tensors) -> Op:
+    """Return the op of the options, SUM by default; ValueError if a tensor's dtype lacks it."""
     op = options.reduceOp.op if options else Op.SUM
     for tensor in tensors:
-        if tensor.dtype not in COMPUTED_WITH.get(op, []):
-            ops = [each.name for each, dtypes in COMPUTED_WITH.items() if tensor.dtype in dtypes]
+        if tensor.dtype not in DTYPES_OF_OP.get(op, []):
+            ops = [each.name for each, dtypes in DTYPES_OF_OP.items() if tensor.dtype in dtypes]
             what = " or ".join(ops) or "a type of number that gloo takes"
             raise ValueError(f"shm: got {op} of {tensor.dtype}, expected {what}")
     return op
 
 
 def gives_up_if_interrupted(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A call of the program: an interruption anywhere in it, as by Ctrl-C, ends the group."""
+    """Decorate a method that the program calls: Ctrl-C anywhere in it ends the group."""
 
     @wraps(method)
     def interruptible(self: "SharedMemoryGroup", *arguments: Any, **options: Any) -> Any:
@@ -64,84 +64,91 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        boxes, rows = size * size, 2 * size * ROW_BYTES  # how many, and bytes
-        of_barriers = CACHE_LINES_PER_RANK * size  # the first cache line
-        of_boxes = of_barriers + size
-        cache_lines = of_boxes + CACHE_LINES_PER_BOX * boxes
-        self.segment = Segment(store, rank, size, cache_lines, rows + boxes * BOX_BYTES, timeout)
+        boxes = size * size
+        slot_bytes = 2 * size * ROW_BYTES  # both slots
+        barrier_line = CACHE_LINES_PER_RANK * size  # the first cache line of the barriers' counters
+        box_line = barrier_line + size  # the first cache line of the boxes' counters
+        cache_lines = box_line + CACHE_LINES_PER_BOX * boxes
+        tensor_bytes = slot_bytes + boxes * BOX_BYTES
+        self.segment = Segment(store, rank, size, cache_lines, tensor_bytes, timeout)
         self.exchange = Exchange(self.segment)
-        self.messages = Messages(self.segment, of_boxes, rows)
-        self.monitored = MonitoredBarrier(self.segment, of_barriers)
+        self.messages = Messages(self.segment, box_line, slot_bytes)
+        self.monitored_barriers = MonitoredBarriers(self.segment, barrier_line)
         self.collectives: CallQueue = deque()
         self.group_title = ""
         self.description = ""
-        self.number_of_sum = {
-            number: encode_call("all_reduce", None, dtype, None, Op.SUM)
-            for dtype, number in fast.NUMBER_OF_DTYPE.items()
-        }
+        # The dtypes that fast.c adds up: their number there, and that of the call without its size
+        self.sums_in_c: dict[torch.dtype, tuple[int, int]] = {}
+        if self.exchange.c_state:
+            for dtype, number in fast.NUMBER_OF_DTYPE.items():
+                call = encode_call("all_reduce", None, dtype, None, Op.SUM)
+                self.sums_in_c[dtype] = number, call
 
-    def start(self, steps: Steps, outputs: Any, options: Any) -> Work:
+    def start(self, steps: CallSteps, outputs: Any, options: Any) -> Work:
         """Begin a collective; asyncOp says that the program goes on while it runs, as in DDP."""
         require_own_memory(outputs)
         work = Work(self.segment, steps, outputs, options)
         wait = bool(options and not options.asyncOp)
-        return pending.start(self.collectives, work, wait)
+        return scheduler.start(self.collectives, work, wait)
 
     def give_up_if_interrupted(self, error: BaseException) -> None:
-        """An Exception may come from a wrong argument; if it does not, the call itself gives up."""
-        if not isinstance(error, Exception):
-            pending.give_up(self.segment, error)
+        """End the group on KeyboardInterrupt and the like.
 
-    # Collectives: one method for the arguments, and one for the steps
+        An Exception may come from a wrong argument, which leaves the group as it was. If it comes
+        later, the scheduler ends the group.
+        """
+        if not isinstance(error, Exception):
+            scheduler.give_up(self.segment, error)
+
+    # Collectives. Of each, torch calls one method, and another one returns its CallSteps
 
     def allreduce(self, tensors: Tensors, options: Any = None) -> Work:
-        try:  # as @gives_up_if_interrupted, without its costs
+        try:  # does what @gives_up_if_interrupted does, and is faster
             if options and (work := self.sum_at_once(tensors, options)):
                 return work
-            steps = self.all_reduce_steps(tensors, op_of(options, tensors))
+            steps = self.all_reduce_steps(tensors, checked_op(options, tensors))
             return self.start(steps, tensors, options)
         except BaseException as error:
             self.give_up_if_interrupted(error)
             raise
 
-    @holds_lock
     def sum_at_once(self, tensors: Tensors, options: Any) -> Work | None:
-        """A short way for the most frequent call: in a small one, everything else costs more."""
-        tensor, exchange, segment = tensors[0], self.exchange, self.segment
+        """Add up one tensor in fast.c, without a generator; None if that is not possible now.
+
+        This is the most frequent call, and for a small tensor a generator costs more than the sum.
+        """
+        tensor = tensors[0]
         if not (options.reduceOp == Op.SUM and len(tensors) == 1 and tensor.is_cpu):
             return None
-        dtype = fast.NUMBER_OF_DTYPE.get(tensor.dtype)
-        if dtype is None or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        sum_in_c = self.sums_in_c.get(tensor.dtype)
+        if sum_in_c is None or tensor.layout is not torch.strided or not tensor.is_contiguous():
             return None
         if tensor.is_neg():  # a view: see flat
             return None
-        if not exchange.c_state or not pending.can_begin_at_once(segment):
-            return None
-        number = self.number_of_sum[dtype] + encode_size(tensor.numel())
-        waits = not options.asyncOp
-        spins = exchange.spins_waiting if waits else exchange.spins_async
-        transfers = segment.transfers
-        try:
-            if not pending.lock.acquire(False):
-                return None
-            late = exchange.begin_sum(tensor, dtype, number, spins)
-            if late == fast.DONE:
-                work = Completed()
-                work.outputs = tensors
-            else:
-                work = Work(segment, exchange.end_sum(number, late), tensors, options)
-                work.transfers_before = transfers
-                pending.enqueue(self.collectives, work)
-            pending.lock.release()
-        except BaseException as error:
-            if segment.transfers != transfers:
-                pending.give_up(segment, error)
-            pending.free_lock()
-            raise
-        return work if late == fast.DONE else pending.carry_on(work, waits)
+        dtype, call = sum_in_c
+        call += encode_size(tensor.numel())
+        work = scheduler.begin_if_idle(self.segment, self.begin_sum, tensors, dtype, call, options)
+        if work is None or work.done:
+            return work
+        return scheduler.carry_on(work, wait=not options.asyncOp)
 
-    def all_reduce_steps(self, tensors: Tensors, op: Op, root: int | None = None) -> Steps:
-        """Add up the tensors. With a root, it is a reduce: the other ranks keep what they have."""
+    def begin_sum(self, tensors: Tensors, dtype: int, call: int, options: Any) -> Work:
+        """Add up in fast.c what goes at once; enqueue the rest if a rank does not come in time."""
+        exchange, segment = self.exchange, self.segment
+        transfers = segment.transfers
+        spins = exchange.spins_async if options.asyncOp else exchange.spins_waiting
+        awaited = exchange.begin_sum(tensors[0], dtype, call, spins)
+        if awaited == fast.DONE:
+            completed = Completed()
+            completed.outputs = tensors
+            return completed
+        work = Work(segment, exchange.end_sum(call, awaited), tensors, options)
+        work.transfers_before = transfers
+        scheduler.enqueue(self.collectives, work)
+        return work
+
+    def all_reduce_steps(self, tensors: Tensors, op: Op, root: int | None = None) -> CallSteps:
+        """Add up the tensors; with a root, only there: the other ranks keep what they have."""
         name = "all_reduce" if root is None else "reduce"
         for tensor in tensors:
             if tensor.layout == torch.sparse_coo:
@@ -152,25 +159,25 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 yield from self.exchange.all_reduce(values, op, call, root)
                 put_back(tensor, values)
 
-    def sparse_all_reduce_steps(self, tensor: Tensor, op: Op) -> Steps:
+    def sparse_all_reduce_steps(self, tensor: Tensor, op: Op) -> CallSteps:
         if op != Op.SUM:
             raise ValueError(f"shm: got {op} of a sparse tensor, expected SUM")
         own = without_autograd(tensor).coalesce()
         call = encode_call("sparse all_reduce", own.numel(), own.dtype)
-        shape = own.values().shape[1:]  # of what stands at one index
-        indices = yield from self.exchange.gather_uneven(flat(own.indices().t()), call)
-        values = yield from self.exchange.gather_uneven(flat(own.values()), call)
+        shape = own.values().shape[1:]  # of the value at one index
+        all_indices = yield from self.exchange.gather_uneven(flat(own.indices().t()), call)
+        all_values = yield from self.exchange.gather_uneven(flat(own.values()), call)
         total = torch.zeros_like(own)
-        for places, numbers in zip(indices, values, strict=True):
-            places = places.view(-1, own.sparse_dim()).t()
-            part = numbers.view(places.shape[1], *shape)
-            total = total + torch.sparse_coo_tensor(places, part, own.shape)
+        for indices, values in zip(all_indices, all_values, strict=True):
+            indices = indices.view(-1, own.sparse_dim()).t()
+            values = values.view(indices.shape[1], *shape)
+            total = total + torch.sparse_coo_tensor(indices, values, own.shape)
         with torch.no_grad():
             tensor.copy_(total.coalesce())
 
     @gives_up_if_interrupted
     def reduce(self, tensors: Tensors, options: Any) -> Work:
-        op = op_of(options, tensors)
+        op = checked_op(options, tensors)
         steps = self.all_reduce_steps(tensors, op, options.rootRank)
         return self.start(steps, tensors, options)
 
@@ -178,7 +185,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Tensors, options: Any) -> Work:
         return self.start(self.broadcast_steps(tensors, options.rootRank), tensors, options)
 
-    def broadcast_steps(self, tensors: Tensors, root: int) -> Steps:
+    def broadcast_steps(self, tensors: Tensors, root: int) -> CallSteps:
         for tensor in tensors:
             values = flat(tensor)
             call = encode_call("broadcast", len(values), values.dtype, root)
@@ -189,17 +196,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allgather(self, outputs: list[Tensors], inputs: Tensors, options: Any = None) -> Work:
         return self.start(self.gather_steps(outputs[0], inputs[0]), outputs, options)
 
-    def gather_steps(self, targets: Tensors, tensor: Tensor, root: int | None = None) -> Steps:
+    def gather_steps(self, targets: Tensors, tensor: Tensor, root: int | None = None) -> CallSteps:
         require_same_size(targets, tensor)
         values = [flat(target) for target in targets]
         name = "all_gather" if root is None else "gather"
         call = encode_call(name, tensor.numel(), tensor.dtype, root)
-        content = apart_from_outputs(flat(tensor), values, self.rank())
+        content = copy_if_overlapping(flat(tensor), values, self.rank())
         yield from self.exchange.gather(content, dict(enumerate(values)), call)
         for target, value in zip(targets, values, strict=True):
             put_back(target, value)
 
-    def coalesced_gather_steps(self, pairs: list[tuple[Tensors, Tensor]]) -> Steps:
+    def coalesced_gather_steps(self, pairs: list[tuple[Tensors, Tensor]]) -> CallSteps:
         for targets, tensor in pairs:
             yield from self.gather_steps(targets, tensor)
 
@@ -239,7 +246,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         parts = inputs[0] if inputs else []
         return self.start(self.scatter_steps(outputs[0], parts, options.rootRank), outputs, options)
 
-    def scatter_steps(self, output: Tensor, inputs: Tensors, root: int) -> Steps:
+    def scatter_steps(self, output: Tensor, inputs: Tensors, root: int) -> CallSteps:
         require_same_size(inputs, output)
         parts, values = [flat(each) for each in inputs], flat(output)
         call = encode_call("scatter", len(values), values.dtype, root)
@@ -248,12 +255,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     @gives_up_if_interrupted
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any = None) -> Work:
-        op = op_of(options, outputs)
+        op = checked_op(options, outputs)
         return self.start(
             self.reduce_scatter_steps([(outputs[0], inputs[0])], op), outputs, options
         )
 
-    def reduce_scatter_steps(self, pairs: list[tuple[Tensor, Tensors]], op: Op) -> Steps:
+    def reduce_scatter_steps(self, pairs: list[tuple[Tensor, Tensors]], op: Op) -> CallSteps:
         for output, inputs in pairs:
             require_same_size(inputs, output)
             parts, values = [flat(each) for each in inputs], flat(output)
@@ -269,7 +276,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, options: Any = None
     ) -> Work:
-        op = op_of(options, outputs)
+        op = checked_op(options, outputs)
         pairs = [
             (output, equal_parts(each, self.size()))
             for output, each in zip(outputs, inputs, strict=True)
@@ -280,7 +287,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> Work:
         return self.start(self.all_to_all_steps(outputs, inputs), outputs, options)
 
-    def all_to_all_steps(self, outputs: Tensors, inputs: Tensors) -> Steps:
+    def all_to_all_steps(self, outputs: Tensors, inputs: Tensors) -> CallSteps:
         values = [flat(output) for output in outputs]
         call = encode_call("all_to_all", dtype=inputs[0].dtype)
         yield from self.exchange.all_to_all([flat(each) for each in inputs], values, call)
@@ -308,8 +315,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        limit = self.segment.limit if timeout is None else timeout
-        self.monitored.meet(limit, wait_all_ranks)
+        timeout = self.segment.timeout if timeout is None else timeout
+        self.monitored_barriers.meet(timeout, wait_all_ranks)
 
     # Messages between two ranks
 
@@ -327,14 +334,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def start_message(self, queue: CallQueue, work: Work) -> Work:
         work.bell = MESSAGE_BELL
-        work.spins = SPINS  # even with fewer cores than ranks: only two take part
-        return pending.start(queue, work, wait=False)
+        work.spins = SPINS  # even with more ranks than cores, since only two ranks take part
+        return scheduler.start(queue, work, wait=False)
 
     @gives_up_if_interrupted
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         return self.recv(tensors, None, tag)
 
-    def receive_steps(self, tensor: Tensor, rank: int | None, tag: int) -> Steps:
+    def receive_steps(self, tensor: Tensor, rank: int | None, tag: int) -> CallSteps:
         values = without_gaps(flat(tensor))
         source = yield from self.messages.receive(values.view(torch.uint8), rank, tag)
         put_back(tensor, values)
@@ -359,21 +366,21 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # None while torch makes the group: it would attach a recorder that only groups of C++ have
+        # Empty while torch makes the group, or it attaches a recorder that only groups of C++ have
         return [torch.device("cpu")] if self in dist.distributed_c10d._world.pg_map else []
 
     def _get_backend(self, _: torch.device) -> dist.ProcessGroup:
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self.segment.limit = timeout
+        self.segment.timeout = timeout
 
     def shutdown(self) -> None:
         self.segment.close()
-        pending.poll()  # ends what still runs, with an error
+        scheduler.poll()  # calls that still run end with an error
 
     abort, allreduce_coalesced = shutdown, allreduce
-    # The names of torch 2.11, and the other names of today's
+    # The same methods under the names of torch 2.11, and under the second names of later versions
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
     alltoall_base, recvAnysource = all_to_all_single, recv_anysource  # noqa: N815
     allgather_into_tensor_coalesced = all_gather_single_coalesced

@@ -1,7 +1,7 @@
 """Messages between two ranks: a box of shared memory for each pair and direction.
 
 A longer message goes in pieces. A message that fits an empty box makes no rank wait. The receiver
-takes the messages of a box in their order. What nobody has asked for yet, it keeps.
+takes the messages of a box in their order, and keeps those that nobody has asked for yet.
 """
 
 from collections import deque
@@ -12,30 +12,31 @@ import torch
 from torch import Tensor
 
 from shm.fast import put
-from shm.segment import COUNTERS_PER_CACHE_LINE, MESSAGE_BELL, Segment, Steps
+from shm.segment import COUNTERS_PER_CACHE_LINE, MESSAGE_BELL, CallSteps, Segment
 from shm.work import CallQueue
 
-PIECE_BYTES, SLOTS = 2**18, 4  # a box holds so many pieces, so that sender and receiver overlap
+PIECE_BYTES = 2**18
+SLOTS = 4  # pieces that a box holds, so that the sender writes while the receiver reads
 BOX_BYTES = SLOTS * PIECE_BYTES
-CACHE_LINES_PER_BOX = 2 + SLOTS  # pieces sent, pieces received, and what each slot holds
+CACHE_LINES_PER_BOX = 2 + SLOTS  # for the pieces sent, the pieces received, and each slot's header
 SENT, RECEIVED = 0, COUNTERS_PER_CACHE_LINE
-SIZE, TAG, START = 0, 1, 2  # in a slot's cache line: of the message, and where this piece begins
+SIZE, TAG, START = 0, 1, 2  # a slot's header: size and tag of the message, first byte of the piece
 
 
 def header_of_slot(piece: int) -> int:
-    """Return where the counters begin that say what the slot of this piece holds."""
+    """Return the index of the first counter in the header of this piece's slot."""
     return (2 + piece % SLOTS) * COUNTERS_PER_CACHE_LINE
 
 
 class Box(NamedTuple):
-    """Where one rank puts its messages to another one. The counters are this file's alone."""
+    """Where one rank puts its messages to another one. Only this file writes the counters."""
 
     number: int
     slots: list[Tensor]
     counters: memoryview
 
 
-@dataclass(eq=False)  # a message equals itself only
+@dataclass(eq=False)  # so that remove() takes this message, and no other of the same content
 class Message:
     """A message that arrives, or a request to receive one.
 
@@ -45,7 +46,7 @@ class Message:
     content: Tensor
     source: int | None
     tag: int
-    filled: int = 0  # bytes that have arrived
+    filled: int = 0  # how many bytes have arrived
     complete: bool = False
 
     def matches(self, source: int | None, tag: int) -> bool:
@@ -53,21 +54,24 @@ class Message:
 
 
 class Messages:
-    """The boxes lie in the segment from `offset` on, their counters from `first_cache_line` on."""
+    """All messages of one group.
+
+    The boxes lie in the segment from `offset` on, their counters from `first_cache_line` on.
+    """
 
     def __init__(self, segment: Segment, first_cache_line: int, offset: int) -> None:
         self.segment = segment
         self.first_cache_line = first_cache_line
         self.offset = offset
         self.others = [rank for rank in range(segment.world_size) if rank != segment.rank]
-        self.outgoing: list[CallQueue] = []  # to each rank
+        self.outgoing: list[CallQueue] = []  # the queue of the messages to each rank
         for _ in range(segment.world_size):
             self.outgoing.append(deque())
-        self.boxes: dict[int, Box] = {}  # those in use
-        self.counted: dict[int, int] = {}  # of each box: pieces that this rank sent or received
+        self.boxes: dict[int, Box] = {}  # the boxes in use, by number
+        self.piece_counts: dict[int, int] = {}  # pieces that this rank sent or received, by box
         self.requests: list[Message] = []  # in the order in which the program asked
-        self.arriving: dict[int, Message] = {}  # from each rank: a message that is not complete
-        self.unclaimed: list[Message] = []  # what nobody has asked for yet
+        self.arriving: dict[int, Message] = {}  # the message from each rank that is not complete
+        self.unclaimed: list[Message] = []  # messages that nobody has asked for yet
 
     def box(self, source: int, target: int) -> Box:
         """Return the box from one rank to another."""
@@ -79,22 +83,22 @@ class Messages:
             self.boxes[number] = Box(number, list(content.view(SLOTS, PIECE_BYTES)), counters)
         return self.boxes[number]
 
-    def send(self, content: Tensor, target: int, tag: int) -> Steps:
+    def send(self, content: Tensor, target: int, tag: int) -> CallSteps:
         """Send bytes, (N,)."""
         box, slots, counters = self.box(self.segment.rank, target)
         for start in range(0, max(1, len(content)), PIECE_BYTES):
-            count = self.counted.get(box, 0)
+            count = self.piece_counts.get(box, 0)
             while counters[RECEIVED] <= count - SLOTS:
-                yield [target]  # it has not taken the piece that lies in this slot
+                yield [target]  # which has not taken the piece that lies in this slot
             part = content[start : start + PIECE_BYTES]
             put(slots[count % SLOTS][: len(part)], part)
             header = header_of_slot(count)
             counters[header + SIZE], counters[header + TAG] = len(content), tag
             counters[header + START] = start
-            self.counted[box] = count + 1
+            self.piece_counts[box] = count + 1
             self.segment.post(counters, SENT, count + 1, MESSAGE_BELL)
 
-    def receive(self, content: Tensor, source: int | None, tag: int) -> Steps:
+    def receive(self, content: Tensor, source: int | None, tag: int) -> CallSteps:
         """Receive bytes, (N,), from that rank or from any; returns the rank that sent them."""
         request = Message(content, source, tag)
         for message in self.unclaimed:
@@ -103,7 +107,7 @@ class Messages:
                 self.check_size(message.source, len(message.content), len(content))
                 break
         else:
-            message = request  # it will arrive where the program wants it
+            message = request  # the content arrives directly where the program wants it
             self.requests.append(request)
         sources = self.others if message.source is None else [message.source]
         while not message.complete:
@@ -116,7 +120,7 @@ class Messages:
     def receive_piece(self, source: int) -> bool:
         """Take a piece out of the box from that rank; False if the box is empty."""
         box, slots, counters = self.box(source, self.segment.rank)
-        count = self.counted.get(box, 0)
+        count = self.piece_counts.get(box, 0)
         if counters[SENT] == count:
             return False
         header = header_of_slot(count)
@@ -128,7 +132,7 @@ class Messages:
         part = message.content[message.filled : message.filled + PIECE_BYTES]
         part.copy_(slots[count % SLOTS][: len(part)])
         message.filled += len(part)
-        self.counted[box] = count + 1
+        self.piece_counts[box] = count + 1
         self.segment.post(counters, RECEIVED, count + 1, MESSAGE_BELL)
         if message.filled == len(message.content):
             message.complete = True
@@ -136,8 +140,9 @@ class Messages:
         return True
 
     def begin(self, source: int, size: int, tag: int) -> Message:
-        """Return where the next message of that rank goes: to the first request for it, or, if
-        there is none, to memory of its own.
+        """Return where the next message of that rank goes: the first request that it matches.
+
+        If there is none, the message gets memory of its own.
         """
         for message in self.requests:
             if message.matches(source, tag):
@@ -152,5 +157,6 @@ class Messages:
         return message
 
     def check_size(self, source: int | None, size: int, expected: int) -> None:
+        """Fail if the message and the request for it have different sizes."""
         if size != expected:
             self.segment.fail(f"rank {source} sends {size} bytes, not {expected}")

@@ -18,7 +18,10 @@ def exit_with_error(text: str) -> None:
 
 
 def over_shm(function: Callable, pins: bool = False) -> Callable:
-    """init_process_group or new_group, with shm where the program asks for gloo."""
+    """Return init_process_group or new_group, with shm where the program asks for gloo.
+
+    pins: keep each rank to cores of its own once it has joined the first group.
+    """
     makes_first_group = function.__name__ == "init_process_group"
 
     def join(*args: Any, **options: Any) -> Any:
@@ -41,6 +44,7 @@ def over_shm(function: Callable, pins: bool = False) -> Callable:
 
 
 def pin_and_say_so() -> None:
+    """Keep this rank to cores of its own; rank 0 prints how many if there are any."""
     cores = pin(dist.get_rank(), dist.get_world_size())
     if cores and dist.get_rank() == 0:
         text = f"{cores} of the {os.cpu_count()} cores; --no-pin changes that"
@@ -48,6 +52,8 @@ def pin_and_say_so() -> None:
 
 
 def replace_gloo(pins: bool = False) -> None:
-    for module in (dist, dist.distributed_c10d):  # the second calls its own, as new_subgroups does
+    """Let this process use shm wherever it asks torch for gloo, as `python -m shm` does."""
+    # new_subgroups, for example, calls the functions of distributed_c10d
+    for module in (dist, dist.distributed_c10d):
         module.init_process_group = over_shm(module.init_process_group, pins)
         module.new_group = over_shm(module.new_group, pins)

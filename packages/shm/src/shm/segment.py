@@ -25,26 +25,27 @@ from torch import Tensor
 
 from shm.calls import decode_call, encode_call
 
-CACHE_LINE_BYTES = 64  # ranks that write to the same one slow each other down
+CACHE_LINE_BYTES = 64  # ranks that write to the same cache line slow each other down
 COUNTERS_PER_CACHE_LINE = CACHE_LINE_BYTES // 8
-# Counters of a rank, which this file alone and fast.c write:
-ARRIVED = 0  # its arrivals, or NEVER
-CALL, TRANSFER = 1, 3  # of its last two arrivals, two counters each
-BELL, MESSAGE_BELL = 8, 10  # rung when it arrives, or sends or receives a piece of a message
-ASLEEP = 1  # behind a bell: does anybody sleep until it rings?
+# Counters of a rank, which only this file and fast.c write
+ARRIVED = 0  # how often the rank has arrived, or NEVER
+CALL, TRANSFER = 1, 3  # two counters each, for the last two arrivals
+BELL, MESSAGE_BELL = 8, 10  # rung when the rank arrives, or sends or receives a piece of a message
+ASLEEP = 1  # the counter behind a bell: does anybody sleep until the bell rings?
 CACHE_LINES_PER_RANK = 2
 
-NEVER = 2**62  # arrivals of a rank that has failed: nobody waits for it any more
-FAILED, ENDED, LATE = -1, -2, -3  # and what it announces instead of a call, see Cause
+NEVER = 2**62  # in ARRIVED of a rank that has failed, so that nobody waits for it any more
+FAILED, ENDED, LATE = -1, -2, -3  # what such a rank announces instead of a call, see Cause
 TEXT_OF_CAUSE = {FAILED: "has failed", ENDED: "has ended", LATE: "was late"}
 
-SPINS = 100  # polls before a rank that waits sleeps, where it has a core for itself
+SPINS = 100  # polls before a waiting rank sleeps, if each rank has a core for itself
 
-Steps = Generator[list[int], None, Any]  # a call: it yields the ranks that it waits for
+# A call, as a generator that yields the ranks it waits for and returns a source rank or None
+CallSteps = Generator[list[int], None, Any]
 
 
 def memory_fence() -> Callable[[], None]:
-    """What keeps writes to the shared memory, and reads of it, in the order of the program.
+    """Return what keeps writes to the shared memory, and reads of it, in the program's order.
 
     A rank writes its data and then its counter, another reads that counter and then the data. Both
     rely on an order that not every processor keeps:
@@ -68,7 +69,7 @@ def memory_fence() -> Callable[[], None]:
 
 
 def futex() -> Callable[..., int]:
-    """futex(2): sleep until a number in the memory changes, or wake those who do."""
+    """Return futex(2), which sleeps until a number in the memory changes, or wakes the sleepers."""
     number = 202 if platform.machine() in ("x86_64", "AMD64") else 98
     call = ctypes.CDLL(None).syscall
     call.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p]
@@ -79,7 +80,7 @@ WAIT, WAKE, ALL = 0, 1, 2**31 - 1  # FUTEX_WAIT, FUTEX_WAKE, and how many to wak
 
 
 def system_fence(number: int | None) -> Callable[[], None]:
-    """membarrier(2) by the number that this processor's Linux gives it."""
+    """Return membarrier(2), which has this number on this processor's Linux."""
     everywhere, register = 1 << 1, 1 << 2  # MEMBARRIER_CMD_(REGISTER_)GLOBAL_EXPEDITED
     call = ctypes.CDLL(None, use_errno=True).syscall
     if number is None or call(number, register, 0, 0) != 0:
@@ -89,33 +90,37 @@ def system_fence(number: int | None) -> Callable[[], None]:
 
 
 def identity_of_file(file: int) -> str:
-    """Device, inode and name of an open file; the name of ours is a random number."""
+    """Return device, inode and name of an open file; the shared memory has a random name."""
     status = os.fstat(file)
     return f"{status.st_dev} {status.st_ino} {os.readlink(f'/proc/self/fd/{file}')}"
 
 
 def open_if_identical(path: str, identity: str) -> int:
-    """Open that file for reading and writing; -1, and it stays untouched, if it is another one.
+    """Open a file for reading and writing; return -1, and leave it untouched, if it is another.
 
     Containers count their processes each from 1, so what rank 0 calls /proc/1/fd/9 may be a
     document of the user for another rank.
     """
-    place = os.open(path, os.O_PATH)  # says which file it is, without opening it
+    descriptor = os.open(path, os.O_PATH)  # tells which file it is, without opening it
     try:
-        is_identical = identity_of_file(place) == identity
-        return os.open(f"/proc/self/fd/{place}", os.O_RDWR) if is_identical else -1
+        is_identical = identity_of_file(descriptor) == identity
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR) if is_identical else -1
     finally:
-        os.close(place)
+        os.close(descriptor)
 
 
 class Cause(NamedTuple):
     """What a rank that has failed announces in place of its call and its transfer.
 
-    rank: itself if it has FAILED, or the one that has ENDED or was too LATE for it.
+    kind: FAILED, ENDED or LATE. rank: the announcing rank itself if it has FAILED, or the one that
+    has ENDED or was too LATE for it.
     """
 
-    what: int
+    kind: int
     rank: int
+
+
+MEMORY_KEY = "memory of rank 0"  # in the store: machine, path and identity of the shared file
 
 
 class SharingError(RuntimeError):
@@ -123,9 +128,10 @@ class SharingError(RuntimeError):
 
 
 class Segment:
-    """Counters in `cache_lines`, those of the ranks first; then `size` bytes for tensors.
+    """The memory of one group: counters in `cache_lines`, and then `size` bytes for tensors.
 
-    Who asks for other counters, by `counters_in`, owns them.
+    The first counters are those of the ranks. Barriers and messages get others by `counters_in`,
+    and each set of counters has one file that writes it.
     Raises SharingError if ranks are on two machines or in two containers, or one has ended.
     """
 
@@ -136,28 +142,30 @@ class Segment:
         world_size: int,
         cache_lines: int,
         size: int,
-        limit: timedelta,
+        timeout: timedelta,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.limit = limit
-        self.offset = cache_lines * CACHE_LINE_BYTES
+        self.timeout = timeout
+        self.tensor_offset = cache_lines * CACHE_LINE_BYTES
         self.spins = SPINS if world_size <= (os.cpu_count() or 1) else 0
         self.arrivals = 0
-        self.transfers = 0  # see Exchange.pieces_of
+        self.transfers = 0  # how many calls, or parts of calls, have exchanged data
         self.failure: RuntimeError | None = None  # why this rank takes part in no further call
-        self.file = self.open_together(store, self.offset + size)
-        self.memory = mmap.mmap(self.file, self.offset + size)
+        self.file = self.open_together(store, self.tensor_offset + size)
+        self.memory = mmap.mmap(self.file, self.tensor_offset + size)
         self.counters = self.counters_in(0, CACHE_LINES_PER_RANK * world_size)
         width = CACHE_LINES_PER_RANK * COUNTERS_PER_CACHE_LINE
-        self.places = [rank * width for rank in range(world_size)]
-        self.own_place = self.places[rank]
-        self.last_rings: dict[int, int] = {}  # bells by their place, as this rank last saw them
-        self.futex, self.address = futex(), self.tensor(-self.offset, 1).data_ptr()
-        self.places_of_others = [each for each in enumerate(self.places) if each[0] != rank]
+        self.counter_offsets = [rank * width for rank in range(world_size)]
+        self.own_offset = self.counter_offsets[rank]
+        self.last_rings: dict[int, int] = {}  # bells as this rank last saw them, by index
+        self.futex, self.address = futex(), self.tensor(-self.tensor_offset, 1).data_ptr()
+        self.offsets_of_others = [
+            each for each in enumerate(self.counter_offsets) if each[0] != rank
+        ]
         self.meet()
-        if rank == 0:  # nobody reads these keys any more, and a store may be used twice
-            for key in ("place", *self.keys_of_ranks()):
+        if rank == 0:  # nobody reads these keys any more, and another group may use this store
+            for key in (MEMORY_KEY, *self.keys_of_ranks()):
                 store.delete_key(key)
         self.meet()
 
@@ -166,7 +174,7 @@ class Segment:
         return [f"opened {rank}" for rank in range(self.world_size)]
 
     def open_together(self, store: dist.Store, size: int) -> int:
-        """Open and lock one file of that many bytes on every rank; returns its descriptor."""
+        """Open and lock one file of that many bytes on every rank; return its descriptor."""
         if sys.platform != "linux":
             raise SharingError(f"shm: got {sys.platform}, expected Linux: try gloo")
         self.fence = memory_fence()
@@ -176,26 +184,26 @@ class Segment:
             os.fchmod(file, 0o600)
             os.ftruncate(file, size)
             path = f"/proc/{os.getpid()}/fd/{file}"
-            store.set("place", "\n".join([machine, path, identity_of_file(file)]))
-        store.wait(["place"], self.limit)
-        where, path, identity = store.get("place").decode().split("\n")
+            store.set(MEMORY_KEY, "\n".join([machine, path, identity_of_file(file)]))
+        store.wait([MEMORY_KEY], self.timeout)
+        where, path, identity = store.get(MEMORY_KEY).decode().split("\n")
         if self.rank > 0 and where == machine:
-            with suppress(OSError):  # of another user
+            with suppress(OSError):  # the file belongs to another user
                 file = open_if_identical(path, identity)
         if file >= 0:
             fcntl.lockf(file, fcntl.LOCK_EX, 1, self.rank)
         opened = self.keys_of_ranks()
         store.set(opened[self.rank], str(file >= 0))
-        store.wait(opened, self.limit)
-        if blind := [rank for rank, key in enumerate(opened) if store.get(key) != b"True"]:
-            what = f"ranks {blind} cannot open the memory of rank 0"
+        store.wait(opened, self.timeout)
+        if without_memory := [rank for rank, key in enumerate(opened) if store.get(key) != b"True"]:
+            what = f"ranks {without_memory} cannot open the memory of rank 0"
             raise SharingError(f"shm: {what}, expected one machine, container and user: try gloo")
         return file
 
     def tensor(self, start: int, size: int) -> Tensor:
-        """Shared bytes as a tensor of torch.uint8."""
-        place = self.offset + start
-        return torch.frombuffer(self.memory, dtype=torch.uint8, count=size, offset=place)
+        """Return shared bytes as a tensor of torch.uint8."""
+        begin = self.tensor_offset + start
+        return torch.frombuffer(self.memory, dtype=torch.uint8, count=size, offset=begin)
 
     def counters_in(self, cache_line: int, cache_lines: int) -> memoryview:
         """Return the counters in so many cache lines from that one on."""
@@ -203,57 +211,59 @@ class Segment:
         end = begin + cache_lines * CACHE_LINE_BYTES
         return memoryview(self.memory)[begin:end].cast("q")
 
-    def post(self, counters: memoryview, place: int, value: int, bell: int = BELL) -> None:
-        """Set a counter, visible after everything that this rank has written and read before, and
-        ring. Without a fence, who falls asleep now may miss it, and sleeps for its millisecond.
+    def post(self, counters: memoryview, index: int, value: int, bell: int = BELL) -> None:
+        """Set a counter, visible after everything that this rank has written and read, and ring.
+
+        On machines without a fence a rank just falling asleep may miss the ring, and wakes a
+        millisecond later.
         """
         self.fence()
-        counters[place] = value  # eight aligned bytes at once
-        counters, bell = self.counters, self.own_place + bell
+        counters[index] = value  # eight aligned bytes, so nobody reads half of them
+        counters, bell = self.counters, self.own_offset + bell
         counters[bell] += 1
         if counters[bell + ASLEEP]:
             counters[bell + ASLEEP] = 0
             self.futex(self.address + 8 * bell, WAKE, ALL, None)
 
     def sleep_until_bell(self, rank: int, bell: int, seconds: float) -> None:
-        """Sleep until that rank rings, for that long at most.
+        """Sleep until that rank rings, for so many seconds at most.
 
-        The first call returns at once: the caller must poll again before it may sleep, because what
-        happened before this call did not ring.
+        Returns at once if the rank has rung since the last call. The caller must then poll again
+        before it may sleep, because it may have polled before the ring.
         """
-        counters, place = self.counters, self.places[rank] + bell
-        rung = counters[place]
-        if self.last_rings.get(place) != rung:
-            self.last_rings[place] = rung
+        counters, index = self.counters, self.counter_offsets[rank] + bell
+        rung = counters[index]
+        if self.last_rings.get(index) != rung:
+            self.last_rings[index] = rung
             return
-        counters[place + ASLEEP] = 1
-        limit = (ctypes.c_long * 2)(0, int(1e9 * seconds))  # seconds and nanoseconds
-        self.futex(self.address + 8 * place, WAIT, rung % 2**32, ctypes.addressof(limit))
+        counters[index + ASLEEP] = 1
+        timespec = (ctypes.c_long * 2)(0, int(1e9 * seconds))  # seconds and nanoseconds
+        self.futex(self.address + 8 * index, WAIT, rung % 2**32, ctypes.addressof(timespec))
 
-    def arrive(self, call: int) -> Steps:
+    def arrive(self, call: int) -> CallSteps:
         """Say that this rank has written its part of `call`, and wait until all ranks have."""
         self.arrivals = arrivals = self.arrivals + 1
         counters = self.counters
         transfer = self.transfers
-        own = self.own_place
-        call_counter = CALL + arrivals % 2  # a rank may be one arrival ahead
+        own = self.own_offset
+        call_counter = CALL + arrivals % 2  # two in turns, since a rank may be one arrival ahead
         transfer_counter = TRANSFER + arrivals % 2
         counters[own + call_counter] = call
         counters[own + transfer_counter] = transfer
         self.post(counters, own + ARRIVED, arrivals)
-        for rank, place in self.places_of_others:
-            while counters[place + ARRIVED] < arrivals:
+        for rank, offset in self.offsets_of_others:
+            while counters[offset + ARRIVED] < arrivals:
                 yield [rank]
-            other_call = counters[place + call_counter]
-            other_transfer = counters[place + transfer_counter]
+            other_call = counters[offset + call_counter]
+            other_transfer = counters[offset + transfer_counter]
             if other_call != call or other_transfer != transfer:
                 self.fail_as_different(rank, call)
 
     def fail_as_different(self, rank: int, call: int) -> NoReturn:
         """Fail because the arrival of that rank is not the one that belongs to this call."""
-        place, odd, own = self.places[rank], self.arrivals % 2, decode_call(call)
-        other_call = self.counters[place + CALL + odd]
-        other_transfer = self.counters[place + TRANSFER + odd]
+        offset, odd, own = self.counter_offsets[rank], self.arrivals % 2, decode_call(call)
+        other_call = self.counters[offset + CALL + odd]
+        other_transfer = self.counters[offset + TRANSFER + odd]
         if other_call < 0:
             self.fail_after(rank, f"complete {own}")
         if other_call != call:
@@ -264,24 +274,25 @@ class Segment:
 
     def fail_after(self, rank: int, what: str) -> NoReturn:
         """Fail because that rank has failed, and name the rank where it began."""
-        counters, place = self.counters, self.places[rank]
-        odd = counters[place + CALL] >= 0
-        cause = Cause(counters[place + CALL + odd], counters[place + TRANSFER + odd])
-        who = f"rank {cause.rank} {TEXT_OF_CAUSE[cause.what]}"
+        counters, offset = self.counters, self.counter_offsets[rank]
+        odd = counters[offset + CALL] >= 0
+        cause = Cause(counters[offset + CALL + odd], counters[offset + TRANSFER + odd])
+        who = f"rank {cause.rank} {TEXT_OF_CAUSE[cause.kind]}"
         found = "" if cause.rank == rank else f", as rank {rank} has found"
         self.fail(f"{who}{found}, so rank {self.rank} cannot {what}", cause=cause)
 
     def meet(self) -> None:
         """Wait until all ranks are here. Raises SharingError if one of them does not come."""
-        end = time.monotonic() + self.limit.total_seconds()
+        end = time.monotonic() + self.timeout.total_seconds()
         for [rank] in self.arrive(encode_call("barrier")):
             if time.monotonic() > end or not self.is_alive(rank):
                 raise SharingError(f"shm: rank {rank} opened the memory, and did not come back")
             time.sleep(0.0005)
 
     def is_alive(self, rank: int) -> bool:
-        if rank != self.rank and self.file >= 0:  # its own lock would be granted, and then lost
-            with suppress(OSError):  # it is alive: it holds its lock
+        """Tell whether that rank still holds its lock on a byte of the file."""
+        if rank != self.rank and self.file >= 0:  # a rank that asked for its own lock would lose it
+            with suppress(OSError):  # the lock is held, so the rank is alive
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
                 fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)
                 return False
@@ -290,7 +301,7 @@ class Segment:
     def fail(
         self, text: str, error: type[Exception] = RuntimeError, cause: Cause | None = None
     ) -> NoReturn:
-        """Raise this now and at each later use: the ranks are no longer at the same call."""
+        """Raise an error now and at each later use: the ranks are no longer at the same call."""
         self.give_up(text, cause)
         assert self.failure is not None
         raise error(*self.failure.args)
@@ -302,18 +313,20 @@ class Segment:
         """
         if self.failure:
             return
-        counters, own = self.counters, self.own_place
-        what, rank = cause or Cause(FAILED, self.rank)
-        arrivals = counters[own + ARRIVED]  # self.arrivals may have been cut off from it
-        for _ in range(2):  # another rank may arrive between the question and the mark
-            all_here = all(counters[place + ARRIVED] >= arrivals for place in self.places)
+        counters, own = self.counters, self.own_offset
+        kind, rank = cause or Cause(FAILED, self.rank)
+        arrivals = counters[own + ARRIVED]  # self.arrivals is one ahead if arrive() was cut off
+        for _ in range(2):  # another rank may arrive between looking and announcing
+            arrived = [counters[offset + ARRIVED] for offset in self.counter_offsets]
+            all_here = min(arrived) >= arrivals
             odd = (arrivals + all_here) % 2
-            counters[own + CALL + odd], counters[own + TRANSFER + odd] = what, rank
+            counters[own + CALL + odd], counters[own + TRANSFER + odd] = kind, rank
         self.post(counters, own + ARRIVED, NEVER)
-        self.failure = RuntimeError(f"shm: {text}")  # at the end: what is cut off is done again
+        self.failure = RuntimeError(f"shm: {text}")  # last, so that a cut-off give_up is repeated
 
     def has_failed(self, rank: int) -> bool:
-        return self.counters[self.places[rank] + ARRIVED] == NEVER
+        """Tell whether that rank has given up."""
+        return self.counters[self.counter_offsets[rank] + ARRIVED] == NEVER
 
     def close(self) -> None:
         """Show the others that this rank has ended. Tensors in the memory stay valid."""

@@ -31,16 +31,16 @@ from shm.group import SharedMemoryGroup
 from shm.work import Completed, Work
 
 SIZES = [4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20]
-INNER_BYTES, MOST_CALLS = 2**19, 50  # a time is that of as many calls as move about so many bytes
-LEAST_TURNS = 6
+BYTES_PER_TIME, MAX_CALLS = 2**19, 50  # one time covers as many calls as move so many bytes
+MIN_ROUNDS = 6
 PYTHON_ROUNDS = 200
 Row = dict[str, Any]
 
 
-def collective(name: str, size: int, rank: int, ranks: int) -> Callable[[Any], object]:
-    """The call of that name as a function of a group: each rank's tensor has `size` bytes."""
+def collective(name: str, size: int, rank: int, world_size: int) -> Callable[[Any], object]:
+    """Return the call of that name as a function of a group. A rank's tensor has `size` bytes."""
     x, y = torch.ones(size // 4), torch.zeros(size // 4)
-    ins, outs = list(x.tensor_split(ranks)), list(y.tensor_split(ranks))
+    ins, outs = list(x.tensor_split(world_size)), list(y.tensor_split(world_size))
     even = min(len(part) for part in ins)
     ins, outs = [part[:even] for part in ins], [part[:even] for part in outs]
 
@@ -70,7 +70,7 @@ def collective(name: str, size: int, rank: int, ranks: int) -> Callable[[Any], o
 def microseconds_per_call(
     call: Callable[[], object], calls: int, meet: Callable[[], object]
 ) -> float:
-    """Microseconds of one call, from a moment at which all ranks are ready."""
+    """Return the microseconds of one call, from a moment at which all ranks are ready."""
     meet()
     begin = time.perf_counter()
     for _ in range(calls):
@@ -81,24 +81,25 @@ def microseconds_per_call(
 def measure_row(
     name: str, size: int, group: Any, seconds: float, cores: dict[str, set[int]]
 ) -> Row:
-    """One row of the table, on each rank. The ways take turns, until the time is over.
+    """Measure one row of the table, on each rank. The ways take turns, until the time is over.
 
-    cores: where each way runs. gloo has threads of its own, and is slower on a single core.
+    cores: the cores of each way. gloo has threads of its own, and is slower on a single core.
     """
     call = collective(name, size, dist.get_rank(), dist.get_world_size())
     x, y = torch.ones(size // 4), torch.zeros(size // 4)
     ways: dict[str, Callable[[], object]] = {"limit": partial(y.copy_, x)}
     ways |= {"gloo": partial(call, None), "shm": partial(call, group)}
-    repeats = min(MOST_CALLS, max(1, INNER_BYTES // size))
+    repeats = min(MAX_CALLS, max(1, BYTES_PER_TIME // size))
     times: dict[str, list[float]] = {way: [] for way in ways}
     end, go_on = time.monotonic() + seconds, torch.ones(1)
     while go_on:
         for way, run in ways.items():
             os.sched_setaffinity(0, cores[way])
             times[way].append(microseconds_per_call(run, repeats, partial(dist.barrier, group)))
-        go_on.fill_(time.monotonic() < end or len(times["limit"]) < LEAST_TURNS)
+        go_on.fill_(time.monotonic() < end or len(times["limit"]) < MIN_ROUNDS)
         dist.broadcast(go_on, 0, group)
-    slowest = torch.tensor(list(times.values()), dtype=torch.float64)[:, 1:]  # warm by now
+    # The first time of each way is left out, because it warms up
+    slowest = torch.tensor(list(times.values()), dtype=torch.float64)[:, 1:]
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     row: Row = {"call": name, "ranks": dist.get_world_size(), "bytes": size}
     row["n"] = slowest.shape[1]
@@ -116,7 +117,7 @@ class GroupWithoutWork(SharedMemoryGroup):
 
 
 def measure_python() -> list[Row]:
-    """A call that nobody waits for, and no memory limits: microseconds of Python."""
+    """Measure what Python costs in a call that waits for nobody and moves few bytes."""
     dist.Backend.register_backend("nothing", GroupWithoutWork, devices=["cpu"])
     x, groups = torch.ones(SIZES[0] // 4), {}
     for text, backend in (("torch alone", "nothing"), ("shm, one rank", "shm")):
@@ -128,10 +129,10 @@ def measure_python() -> list[Row]:
     for _ in range(PYTHON_ROUNDS):
         for text, group in groups.items():
             call = partial(dist.all_reduce, x, group=group)
-            times[text].append(microseconds_per_call(call, MOST_CALLS, lambda: None))
+            times[text].append(microseconds_per_call(call, MAX_CALLS, lambda: None))
     rows = []
     for text, column in times.items():
-        low, middle, high = quantiles(column[1:], n=4)  # warm by then
+        low, middle, high = quantiles(column[1:], n=4)  # without the first, which warms up
         row = {"what": text, "n": len(column) - 1, "us": middle, "us_quartiles": [low, high]}
         rows.append(row)
     return rows
@@ -139,8 +140,8 @@ def measure_python() -> list[Row]:
 
 def run_rank(rank: int, args: Any, store: str, results: Path) -> None:
     torch.set_num_threads(1)
-    limit, all_cores = timedelta(minutes=5), os.sched_getaffinity(0)
-    dist.init_process_group("gloo", f"file://{store}", limit, args.ranks, rank)
+    timeout, all_cores = timedelta(minutes=5), os.sched_getaffinity(0)
+    dist.init_process_group("gloo", f"file://{store}", timeout, args.ranks, rank)
     group = dist.new_group(backend="shm")
     if args.pin:
         pin(rank, args.ranks)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-Tensors = list[Tensor]  # of one tensor: torch once had one for each device of a process
+Tensors = list[Tensor]  # mostly one: torch once had a tensor for each device of a process
 
 
 def without_autograd(tensor: Tensor) -> Tensor:
@@ -24,9 +24,9 @@ def without_autograd(tensor: Tensor) -> Tensor:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """All elements, (N,): a view where that is possible, else a copy. Unknown to autograd.
+    """Return all elements, (N,), unknown to autograd: a view if that is possible, or a copy.
 
-    A view that only says "conjugated" or "negative" is computed: others read the memory itself.
+    A view that only says "conjugated" or "negative" is copied, since others read the memory itself.
     """
     if not tensor.is_cpu or tensor.layout != torch.strided:
         got = f"{tensor.layout}, on {tensor.device}"
@@ -42,12 +42,13 @@ def without_gaps(values: Tensor) -> Tensor:
 
 
 def put_back(tensor: Tensor, values: Tensor) -> None:
-    if values.data_ptr() != tensor.data_ptr():  # it had to be copied
+    """Write `values`, which flat() has made of the tensor, into it if they are a copy."""
+    if values.data_ptr() != tensor.data_ptr():
         without_autograd(tensor).copy_(values.view_as(tensor))
 
 
 def require_own_memory(outputs: Sequence[Tensor | Tensors]) -> None:
-    """Refuse a tensor that expand() has made: several of its elements are one number in memory."""
+    """Refuse a tensor that expand() has made, where several elements are one number in memory."""
     for output in outputs:
         if isinstance(output, list):
             require_own_memory(output)
@@ -59,17 +60,20 @@ def require_own_memory(outputs: Sequence[Tensor | Tensors]) -> None:
                 raise ValueError(f"shm: got {got}, expected {expected}")
 
 
-def bytes_of(values: Tensor) -> tuple[int, int]:
-    """Where the memory of a tensor, (N,), begins and ends."""
+def memory_range(values: Tensor) -> tuple[int, int]:
+    """Return the addresses at which the memory of a tensor, (N,), begins and ends."""
     begin, steps = values.data_ptr(), len(values) - 1
     return begin, begin + (steps * values.stride(0) + 1) * values.itemsize
 
 
-def apart_from_outputs(values: Tensor, outputs: Tensors, own: int) -> Tensor:
-    """A copy of the values where writing an output would change them; outputs[own] may be them."""
-    begin, end = bytes_of(values)
+def copy_if_overlapping(values: Tensor, outputs: Tensors, own: int) -> Tensor:
+    """Return the values; a copy if writing an output would change them.
+
+    outputs[own] may be the values themselves, because then nothing is written there.
+    """
+    begin, end = memory_range(values)
     for rank, output in enumerate(outputs):
-        output_begin, output_end = bytes_of(output)
+        output_begin, output_end = memory_range(output)
         is_in_place = rank == own and (output_begin, output_end) == (begin, end)
         if begin < output_end and output_begin < end and not is_in_place:
             return values.clone()
@@ -77,27 +81,30 @@ def apart_from_outputs(values: Tensor, outputs: Tensors, own: int) -> Tensor:
 
 
 def require_same_size(tensors: Tensors, expected: Tensor) -> None:
+    """Raise ValueError if a tensor has another number of elements, or dtype, than `expected`."""
     for tensor in tensors:
         if tensor.numel() != expected.numel() or tensor.dtype != expected.dtype:
             got = f"{tensor.numel()} elements of {tensor.dtype}"
             raise ValueError(f"shm: got {got}, expected {expected.numel()} of {expected.dtype}")
 
 
-def equal_parts(tensor: Tensor, ranks: int) -> Tensors:
-    """One part of equal size for each rank, as views."""
-    if tensor.numel() % ranks or not tensor.is_contiguous():
+def equal_parts(tensor: Tensor, world_size: int) -> Tensors:
+    """Return one part of equal size for each rank, as views."""
+    if tensor.numel() % world_size or not tensor.is_contiguous():
         got = f"{tuple(tensor.shape)} with strides {tensor.stride()}"
-        what = f"a contiguous tensor whose elements can be divided among {ranks} ranks"
+        what = f"a contiguous tensor whose elements can be divided among {world_size} ranks"
         raise ValueError(f"shm: got {got}, expected {what}")
-    return list(without_autograd(tensor).view(ranks, -1))
+    return list(without_autograd(tensor).view(world_size, -1))
 
 
-def split_rows(tensor: Tensor, sizes: list[int], ranks: int) -> Tensors:
-    """Split the first dimension, evenly without sizes."""
+def split_rows(tensor: Tensor, sizes: list[int], world_size: int) -> Tensors:
+    """Split the first dimension into one part per rank, of equal sizes if `sizes` is empty."""
     rows = len(tensor)
     is_even = not sizes
-    sizes = sizes or [rows // ranks] * ranks
-    if sum(sizes) != rows or len(sizes) != ranks:
-        expected = f"rows for {ranks} ranks" if is_even else f"one size per rank, {rows} together"
+    sizes = sizes or [rows // world_size] * world_size
+    if sum(sizes) != rows or len(sizes) != world_size:
+        expected = f"one size per rank, {rows} together"
+        if is_even:
+            expected = f"rows for {world_size} ranks"
         raise ValueError(f"shm: got {rows if is_even else sizes}, expected {expected}")
     return list(without_autograd(tensor).split(sizes))

@@ -1,4 +1,4 @@
-"""Calls that are not complete yet, and who carries them on.
+"""Calls that are not complete yet, and the scheduler that carries them on.
 
 A call is a generator. It does what it can, yields the ranks that it waits for, and goes on when it
 is polled again. Whoever waits for one call polls all calls of this process, of every group: so two
@@ -26,27 +26,30 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.futures import Future
 
-from shm.segment import BELL, ENDED, LATE, Cause, Segment, Steps
+from shm.segment import BELL, ENDED, LATE, CallSteps, Cause, Segment
 
-CHECK = 200  # polls between checks that a rank lives
-NAP, LONGEST_NAP = 50e-6, 1e-3  # seconds
-PATIENCE = 0.01  # seconds: DDP asks for a future at once, and waiting here is faster than a thread
+POLLS_PER_CHECK = 200  # polls of a call between two checks that the awaited ranks live
+NAP, MAX_NAP = 50e-6, 1e-3  # seconds
+FUTURE_WAIT = (
+    0.01  # seconds: DDP asks for a future at once, and waiting here is faster than a thread
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 CallQueue = deque["Work"]  # calls that must be carried out in their order
 
 
-def limit_of(options: Any) -> timedelta | None:
-    """The time limit of one call, if it has one."""
-    limit = options.timeout if options else timedelta(-1)
-    return limit if limit > timedelta(0) else None
+def timeout_of(options: Any) -> timedelta | None:
+    """Return the timeout in the options of a call, or None if the one of its group holds."""
+    timeout = options.timeout if options else timedelta(-1)
+    return timeout if timeout > timedelta(0) else None
 
 
-HOLDERS: set[CodeType] = set()  # of the functions that hold the lock of this process
+LOCK_HOLDERS: set[CodeType] = set()  # the code of each function that holds the process lock
 
 
-def holds_lock(function: Function) -> Function:
-    HOLDERS.add(function.__code__)
+def lock_holder(function: Function) -> Function:
+    """Mark a function that holds the process lock: refuse_call_in_a_call looks for it."""
+    LOCK_HOLDERS.add(function.__code__)
     return function
 
 
@@ -56,32 +59,32 @@ class Work(dist.Work):
     outputs: what the call's future holds. options: torch's; they may limit how long it may wait.
     """
 
-    awaited: Sequence[int] = ()  # ranks
-    bell = BELL  # of an awaited rank: what it rings when this call can go on
-    deadline = 0.0  # known from the first poll on
+    awaited: Sequence[int] = ()  # the ranks that this call waits for
+    bell = BELL  # which bell an awaited rank rings when this call can go on
+    deadline = 0.0  # set by the first poll
     polls = 0
-    transfers_before: int | None = None  # of its group, known from the first step on
+    transfers_before: int | None = None  # the group's transfers when this call began
     done = False
     error: Exception | None = None
     source = -1  # the rank whose message was received
     future: Future | None = None  # fulfilled at the end, once for all who asked
 
     def __init__(
-        self, segment: Segment, steps: Steps, outputs: object, options: Any = None
+        self, segment: Segment, steps: CallSteps, outputs: object, options: Any = None
     ) -> None:
         super().__init__()
         self.segment = segment
         self.steps = steps
         self.outputs = outputs
         self.options = options
-        self.spins = segment.spins  # polls before it sleeps
+        self.spins = segment.spins  # polls before a waiting thread sleeps
 
     def advance(self) -> bool:
-        """Go on as far as possible; True if that was the end. Only `Pending` calls this."""
+        """Go on as far as possible; True if that was the end. Only `CallScheduler` calls this."""
         try:
             return self.done or self.advance_to_end()
         except BaseException as interrupt:
-            pending.give_up(self.segment, interrupt)
+            scheduler.give_up(self.segment, interrupt)
             raise
 
     def advance_to_end(self) -> bool:
@@ -92,18 +95,26 @@ class Work(dist.Work):
                 raise self.segment.failure.with_traceback(None)  # without those of earlier calls
             self.poll()
         except StopIteration as end:
-            self.source = -1 if end.value is None else end.value
-            self.done = True
+            self.complete(end)
         except Exception as error:
             self.end_with(error)
         if self.done:
             self.steps.close()  # it holds the tensors
         return self.done
 
+    def complete(self, end: StopIteration) -> None:
+        """Take over what the generator has returned: a source rank, or None."""
+        if end.value is not None:
+            self.source = end.value
+        self.done = True
+
     def end_with(self, error: Exception) -> None:
-        """Others go on with a call that has begun, and a wrong argument is found before that."""
+        """Fail. If this call has already exchanged data, its group ends.
+
+        An error before that, such as a wrong argument, fails only this call.
+        """
         if self.segment.transfers != self.transfers_before:
-            pending.give_up(self.segment, error)
+            scheduler.give_up(self.segment, error)
         self.error = error
         self.done = True
 
@@ -112,25 +123,25 @@ class Work(dist.Work):
         self.awaited = awaited = next(self.steps)
         self.polls += 1
         if self.polls == 1:
-            self.limit = limit_of(self.options) or self.segment.limit
-            self.deadline = time.monotonic() + self.limit.total_seconds()
-        if self.polls % CHECK:
+            self.own_timeout = timeout_of(self.options) or self.segment.timeout
+            self.deadline = time.monotonic() + self.own_timeout.total_seconds()
+        if self.polls % POLLS_PER_CHECK:
             return
         failed = [rank for rank in awaited if self.segment.has_failed(rank)]
         ended = [rank for rank in awaited if rank in failed or not self.segment.is_alive(rank)]
-        if ended == awaited and next(self.steps) == awaited:  # it did not arrive just before
+        if ended == awaited and next(self.steps) == awaited:  # none arrived just before it ended
             if failed:
                 self.segment.fail_after(failed[0], "go on")
             who = " and ".join(map(str, ended))
             what = f"rank {who} has ended while rank {self.segment.rank} waits for it"
             self.segment.fail(what, cause=Cause(ENDED, ended[0]))
         if time.monotonic() > self.deadline:
-            what = f"is more than {self.limit} late, which is the timeout of this call"
+            what = f"is more than {self.own_timeout} late, which is the timeout of this call"
             cause = Cause(LATE, awaited[0]) if len(awaited) == 1 else None
             self.segment.fail(f"rank {' or '.join(map(str, awaited))} {what}", TimeoutError, cause)
 
     def is_completed(self) -> bool:
-        pending.poll()
+        scheduler.poll()
         return self.done
 
     def is_success(self) -> bool:
@@ -150,7 +161,8 @@ class Work(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end; after `timeout`, raise TimeoutError and let the call go on."""
-        if not pending.wait(self, timeout.total_seconds() if timeout else None):  # 0: no limit
+        # torch passes a timeout of 0 for none
+        if not scheduler.wait(self, timeout.total_seconds() if timeout else None):
             raise TimeoutError(f"shm: this call is not complete after the timeout of {timeout}")
         if self.error:
             raise self.error
@@ -158,8 +170,8 @@ class Work(dist.Work):
 
     def get_future(self) -> Future:
         """A future that holds the outputs, or the error, at the end of the call."""
-        pending.wait(self, PATIENCE)
-        pending.hold_lock(self.need_future)
+        scheduler.wait(self, FUTURE_WAIT)
+        scheduler.run_locked(self.ensure_future)
         if self.error:
             raise self.error
         if self.future is None:
@@ -168,7 +180,7 @@ class Work(dist.Work):
             return future
         return self.future.then(lambda _: self.outputs_or_error())  # C++ sees this error as well
 
-    def need_future(self) -> None:
+    def ensure_future(self) -> None:
         if not self.done and self.future is None:
             self.future = Future()
 
@@ -183,30 +195,30 @@ class Work(dist.Work):
 
 
 class Completed(Work):
-    """A call that has ended at once. Give it its outputs."""
+    """A call that has ended at once. Whoever makes it sets its outputs."""
 
     done = True
-    __init__ = dist.Work.__init__  # of C++: one more in Python would cost as much as the sum
+    __init__ = dist.Work.__init__  # in C++: an __init__ in Python costs as much as a small sum
 
 
-class Pending:
-    """All calls of this process that are not complete."""
+class CallScheduler:
+    """Begins the calls of this process, and carries on those that are not complete."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # it knows its thread from the moment in which it is taken
-        self.needs_thread = threading.Condition(self.lock)  # calls run, and nobody waits
-        self.running: list[CallQueue] = []
-        self.finished: set[Work] = set()  # whose futures are to be fulfilled
-        self.waiting: set[int] = set()  # threads
-        self.stopped = False  # because the interpreter ends
+        self.lock = threading.RLock()  # knows its thread from the moment in which it is taken
+        self.needs_thread = threading.Condition(self.lock)  # notified if calls run and nobody waits
+        self.running: list[CallQueue] = []  # the queues that are not empty
+        self.finished: set[Work] = set()  # calls that have ended, and whose futures have not
+        self.waiting: set[int] = set()  # the threads that wait for a call
+        self.stopped = False  # True once the interpreter ends
         self.thread: threading.Thread | None = None
 
-    # The lock. An exception may come between any two instructions: who takes it, frees it in a
-    # `try` that begins before, and asks the lock, not a variable, whether it was taken
+    # The process lock. An exception may come between any two instructions. So whoever takes the
+    # lock frees it in a `try` that begins before, and asks the lock itself whether it was taken
 
-    @holds_lock
-    def hold_lock(self, action: Callable[[], Any]) -> Any:
-        """Return what action() returns, and hold the lock meanwhile, and not a moment longer.
+    @lock_holder
+    def run_locked(self, action: Callable[[], Any]) -> Any:
+        """Hold the lock while action() runs, and return what it returns.
 
         Raises RuntimeError in the handler of a signal that came while its thread holds the lock.
         """
@@ -225,73 +237,80 @@ class Pending:
             self.lock.release()
 
     def refuse_call_in_a_call(self) -> None:
-        """Raise an error if this thread still runs the call that holds the lock.
+        """Raise RuntimeError if this thread still runs the call that holds the lock.
 
-        Else that call was cut off twice: the second time just before it freed the lock.
+        If it does not, that call was cut off twice, the second time just before it freed the lock.
         """
-        frame = sys._getframe(2)  # who calls hold_lock, which is one of the holders itself
+        frame = sys._getframe(2)  # the caller of run_locked, which is marked as a holder itself
         while frame:
-            if frame.f_code in HOLDERS:
+            if frame.f_code in LOCK_HOLDERS:
                 what = "got a call from the handler of a signal that has interrupted another one"
                 raise RuntimeError(f"shm: {what}: let it set a flag, and call where you read that")
             frame = frame.f_back
 
-    @holds_lock
+    @lock_holder
     def give_up(self, segment: Segment, error: BaseException) -> None:
-        """End the group: the others go on with a call that is cut off here."""
-        with self.lock:  # or the thread might announce one more arrival afterwards
+        """End the group, because the other ranks go on with a call that is cut off here."""
+        with self.lock:  # keeps the thread from announcing one more arrival afterwards
             segment.give_up(f"{type(error).__name__} has interrupted a call")
 
     # Calls
 
     def start(self, queue: CallQueue, work: Work, wait: bool) -> Work:
         """Begin a call after the others of its queue. Without `wait`, a thread carries it on."""
-        if not self.begin_at_once(queue, work, wait):
-            self.hold_lock(partial(self.enqueue, queue, work))
+        if not self.begin_if_idle(work.segment, self.take_first_steps, queue, work, wait):
+            self.run_locked(partial(self.enqueue, queue, work))
         return work if work.done else self.carry_on(work, wait)
 
-    def can_begin_at_once(self, segment: Segment) -> bool:
-        """No call runs, and no handler has interrupted one: another begins if the lock is free."""
-        return not (self.running or segment.failure or self.lock._is_owned())
+    @lock_holder
+    def begin_if_idle(
+        self, segment: Segment, begin: Callable[..., Work], *arguments: Any
+    ) -> Work | None:
+        """Hold the lock while begin(*arguments) runs, and return what it returns.
 
-    @holds_lock
-    def begin_at_once(self, queue: CallQueue, work: Work, wait: bool) -> bool:
-        """Carry out a call on the spot, if no other runs and all ranks come at once, as most do.
-
-        Then it needs no queue, no clock, and nobody who asks whether a rank lives. If a rank does
-        not come, the call is queued before the lock is freed, so that no other gets between.
+        Returns None, and begins nothing, if a call runs, the group has ended, or the lock is taken.
+        If begin() is cut off after it has exchanged data, the group ends.
         """
-        if not self.can_begin_at_once(work.segment):
-            return False
+        if self.running or segment.failure or self.lock._is_owned():
+            return None
+        transfers = segment.transfers
         try:
             if not self.lock.acquire(False):
-                return False
-            work.transfers_before = work.segment.transfers
-            try:
-                next(work.steps)
-                for _ in range(work.segment.spins if wait else 0):
-                    os.sched_yield()
-                    next(work.steps)
-                self.enqueue(queue, work)
-            except StopIteration as end:
-                work.source = -1 if end.value is None else end.value
-                work.done = True
+                return None
+            work = begin(*arguments)
             self.lock.release()
         except BaseException as error:
-            if work.segment.transfers != work.transfers_before:
-                self.give_up(work.segment, error)
+            if segment.transfers != transfers:
+                self.give_up(segment, error)
             self.free_lock()
             raise
-        return True
+        return work
+
+    def take_first_steps(self, queue: CallQueue, work: Work, wait: bool) -> Work:
+        """Carry out a call on the spot if all ranks come at once, as most do. Needs the lock.
+
+        Then it needs no queue, no clock, and no check that a rank lives. If a rank does not come,
+        the call is queued here, before the lock is freed, so that no other call comes between.
+        """
+        work.transfers_before = work.segment.transfers
+        try:
+            next(work.steps)
+            for _ in range(work.segment.spins if wait else 0):
+                os.sched_yield()
+                next(work.steps)
+            self.enqueue(queue, work)
+        except StopIteration as end:
+            work.complete(end)
+        return work
 
     def enqueue(self, queue: CallQueue, work: Work) -> None:
-        """Only who holds the lock calls this."""
+        """Append a call to its queue. Needs the lock."""
         if not queue:
             self.running.append(queue)
         queue.append(work)
 
     def carry_on(self, work: Work, wait: bool) -> Work:
-        """Go on with a call that is in its queue."""
+        """Go on with a call that is in its queue; with `wait`, to its end."""
         self.poll()
         if wait:
             work.wait()
@@ -303,8 +322,8 @@ class Pending:
 
     def poll(self) -> bool:
         """Let each call go on as far as it can; True if one has come to its end."""
-        has_finished = self.hold_lock(self.advance_all)
-        for work in tuple(self.finished):  # in a thread: its callbacks may wait for other calls
+        has_finished = self.run_locked(self.advance_all)
+        for work in tuple(self.finished):  # in threads, since a callback may wait for other calls
             threading.Thread(target=work.fulfill_future, daemon=True).start()
             self.finished.discard(work)
         return has_finished
@@ -336,7 +355,7 @@ class Pending:
                 if polls < work.spins:
                     os.sched_yield()
                 elif len(self.running) == 1 and len(work.awaited) == 1:
-                    work.segment.sleep_until_bell(work.awaited[0], work.bell, LONGEST_NAP)
+                    work.segment.sleep_until_bell(work.awaited[0], work.bell, MAX_NAP)
                 else:
                     time.sleep(NAP)
             return True
@@ -346,11 +365,11 @@ class Pending:
                 self.wake_thread()
 
     def wake_thread(self) -> None:
-        """Let the thread carry on what runs. There is none before the first time."""
-        self.hold_lock(self.notify_thread)
+        """Let the thread carry on what runs. The first call starts it."""
+        self.run_locked(self.notify_thread)
 
     def notify_thread(self) -> None:
-        self.waiting.discard(threading.get_ident())  # if the end of its wait was cut off
+        self.waiting.discard(threading.get_ident())  # still there if the end of wait() was cut off
         if self.thread is None:
             thread = threading.Thread(target=self.poll_in_thread, name="shm", daemon=True)
             thread.start()
@@ -363,10 +382,10 @@ class Pending:
             with self.lock:
                 while (self.waiting or not self.running) and not self.stopped:
                     self.needs_thread.wait()
-            nap = NAP if self.poll() else min(2 * nap, LONGEST_NAP)
+            nap = NAP if self.poll() else min(2 * nap, MAX_NAP)
             time.sleep(nap)
 
-    @holds_lock
+    @lock_holder
     def stop(self) -> None:
         """End the thread before the interpreter ends: a thread killed in C++ would abort it."""
         self.stopped = True
@@ -377,6 +396,6 @@ class Pending:
             self.thread.join(timeout=5)
 
 
-pending = Pending()
-atexit.register(pending.stop)
-os.register_at_fork(after_in_child=pending.__init__)  # a new process has no thread
+scheduler = CallScheduler()
+atexit.register(scheduler.stop)
+os.register_at_fork(after_in_child=scheduler.__init__)  # a new process has no thread
