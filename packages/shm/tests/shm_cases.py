@@ -1,12 +1,16 @@
-"""What several tests of shm need: any collective by its name, and a rank without a compiler."""
+"""What several tests of shm need: any collective by its name, outcomes, and no compiler."""
 
+import shutil
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from shm import fast
 
+needs_a_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="fast.c needs a compiler")
+ERRORS = (RuntimeError, TimeoutError, TypeError, ValueError, KeyboardInterrupt)
 COLLECTIVES = (
     "all_reduce",
     "broadcast",
@@ -20,7 +24,7 @@ COLLECTIVES = (
 
 
 def collect(name, group, x, op, root, rank, ranks):
-    """Call the collective of that name: what this rank has afterwards."""
+    """Call the collective of that name; return what this rank has afterwards."""
     is_root, empty = rank == root, [torch.empty_like(x) for _ in range(ranks)]
     parts = [x + other for other in range(ranks)]
     arguments, result = {
@@ -37,6 +41,15 @@ def collect(name, group, x, op, root, rank, ranks):
     return result
 
 
+def outcome_of(call, *arguments, **options):
+    """Return "right", or the error of the call with its kind."""
+    try:
+        call(*arguments, **options)
+    except ERRORS as error:
+        return f"{type(error).__name__}: {error}"
+    return "right"
+
+
 def without_a_compiler():
-    """Python does what fast.c does elsewhere."""
+    """Let Python do what fast.c does elsewhere."""
     return patch.object(fast, "library", lambda: None)

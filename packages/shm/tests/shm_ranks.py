@@ -28,17 +28,17 @@ PRELOADED = ["pytest", "shm", "torch._dynamo", "torch.distributed.fsdp", "torch.
 
 
 def patience(seconds: float) -> float:
-    """A time limit that only a hang reaches: the more processes wait for a core, the longer."""
+    """Return a time limit that only a hang reaches: longer if more processes wait for a core."""
     return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def make_store() -> dist.TCPStore:
-    """The store where ranks meet. The caller holds it as long as they run."""
+    """Return the store where ranks meet. The caller holds it as long as they run."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def launcher_variables(rank: int, world_size: int, store: dist.TCPStore) -> dict[str, str]:
-    """What torchrun tells a rank if all of them are on this machine and it keeps the store."""
+    """Return what torchrun tells a rank if all ranks are on this machine and it keeps the store."""
     variables = {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RESTART_COUNT": 0}
     variables |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
@@ -124,15 +124,15 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
-def on_ranks(ranks: int = 0) -> Callable:
-    """Run the body of a test on so many ranks of a process group over gloo.
+def on_ranks(ranks: int = 0, backend: str = "gloo") -> Callable:
+    """Run the body of a test on so many ranks of a process group.
 
     Without a number, its argument `ranks` says how many.
     """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         def start(**arguments: Any) -> None:
-            body = test.__module__, test.__name__, arguments
+            body = test.__module__, test.__name__, backend, arguments
             run_on_ranks(ranks or arguments["ranks"], run_body, *body)
 
         _, *others = signature(test).parameters.values()  # pytest gives all of them but `rank`
@@ -143,8 +143,9 @@ def on_ranks(ranks: int = 0) -> Callable:
     return decorate
 
 
-def run_body(rank: int, module: str, test: str, arguments: dict[str, Any]) -> None:
-    dist.init_process_group("gloo")
+def run_body(rank: int, module: str, test: str, backend: str, arguments: dict[str, Any]) -> None:
+    """Run the body of that test as one of its ranks."""
+    dist.init_process_group(backend)
     getattr(import_module(module), test).body(rank, **arguments)
 
 

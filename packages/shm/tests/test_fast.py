@@ -1,16 +1,13 @@
-"""fast.c and fast.py: what happens where the two do not fit, or nothing is compiled."""
+"""fast.py compiles fast.c once, trusts no file of others, and goes on without a compiler."""
 
-import ctypes
 import os
-import shutil
 import subprocess
 
 import pytest
 import torch
 
 from shm import fast
-
-needs_a_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="fast.c needs a compiler")
+from shm_cases import needs_a_compiler
 
 
 @pytest.fixture
@@ -19,35 +16,6 @@ def compile_anew(monkeypatch, tmp_path):
     fast.library.cache_clear()
     yield
     fast.library.cache_clear()
-
-
-@needs_a_compiler
-def test_a_failed_compilation_says_why_once_and_python_goes_on(
-    compile_anew, monkeypatch, tmp_path, recwarn
-):
-    wrong = tmp_path / "wrong.c"
-    wrong.write_text("int f(void) { return its_name_is_unknown; }")
-    monkeypatch.setattr(fast, "SOURCE", wrong)
-    target = torch.zeros(3)
-    for value in (1.0, 2.0):
-        fast.put(target, torch.full((3,), value))
-        assert target.tolist() == [value] * 3
-    [warning] = recwarn
-    assert "wrong.c cannot be compiled" in str(warning.message)
-    assert "its_name_is_unknown" in str(warning.message)
-
-
-@needs_a_compiler
-def test_a_state_of_another_size_than_in_c_is_refused(compile_anew, monkeypatch):
-    assert fast.library() is not None, "the control"
-    fast.library.cache_clear()
-
-    class Shorter(ctypes.Structure):
-        _fields_ = fast.SumState._fields_[:-1]
-
-    monkeypatch.setattr(fast, "SumState", Shorter)
-    with pytest.raises(AssertionError, match="another SumState each"):
-        fast.library()
 
 
 # The cache of compiled code
@@ -165,28 +133,38 @@ def test_without_a_cache_it_is_compiled_all_the_same(compilations, monkeypatch, 
 # A compiler that does not do its work
 
 
-def warnings_without_a_library(recwarn):
+def no_compiler(folder):
+    return {"COMPILER": ["no-compiler"]}, "got no compiler no-compiler, expected one: install gcc"
+
+
+def hanging_compiler(folder):
+    hanging = folder / "hanging"
+    hanging.write_text("#!/bin/sh\nexec sleep 1000\n")
+    hanging.chmod(0o700)
+    what = f"{hanging} has not ended after 0.1 s"
+    return {"COMPILER": [str(hanging)], "COMPILER_TIMEOUT": 0.1}, what
+
+
+def wrong_source(folder):
+    wrong = folder / "wrong.c"
+    wrong.write_text("int f(void) { return its_name_is_unknown; }")
+    return {"SOURCE": wrong}, "its_name_is_unknown"
+
+
+@pytest.mark.parametrize(
+    "fail", [no_compiler, hanging_compiler, pytest.param(wrong_source, marks=needs_a_compiler)]
+)
+def test_without_compiled_code_one_line_says_why_once_and_python_goes_on(
+    fail, compile_anew, monkeypatch, tmp_path, recwarn
+):
+    constants, why = fail(tmp_path)
+    for name, value in constants.items():
+        monkeypatch.setattr(fast, name, value)
     target = torch.zeros(3)
     for value in (1.0, 2.0):
         fast.put(target, torch.full((3,), value))
-        assert target.tolist() == [value] * 3, "Python does it"
-    return [str(warning.message) for warning in recwarn]
-
-
-SLOWER = "shm: fast.c cannot be compiled, so Python adds up, which is slower: "
-
-
-def test_without_a_compiler_one_line_says_so_once(compile_anew, monkeypatch, recwarn):
-    monkeypatch.setattr(fast, "COMPILER", ["no-compiler"])
-    what = "got no compiler no-compiler, expected one: install gcc, or set CC"
-    assert warnings_without_a_library(recwarn) == [SLOWER + what]
-
-
-def test_a_compiler_that_hangs_is_ended(compile_anew, monkeypatch, tmp_path, recwarn):
-    hanging = tmp_path / "hanging"
-    hanging.write_text("#!/bin/sh\nexec sleep 1000\n")
-    hanging.chmod(0o700)
-    monkeypatch.setattr(fast, "COMPILER", [str(hanging)])
-    monkeypatch.setattr(fast, "COMPILER_TIMEOUT", 0.1)
-    what = f"{hanging} has not ended after 0.1 s"
-    assert warnings_without_a_library(recwarn) == [SLOWER + what]
+        assert target.tolist() == [value] * 3
+    [warning] = recwarn
+    slower = f"shm: {fast.SOURCE.name} cannot be compiled, so Python adds up, which is slower: "
+    assert str(warning.message).startswith(slower)
+    assert why in str(warning.message)

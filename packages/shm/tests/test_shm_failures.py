@@ -1,6 +1,7 @@
 """Where the backend over shared memory cannot go on, it says why, and makes no wrong result.
 
-A rank is killed, late, on another machine, or calls something else; or a call is interrupted.
+A rank is killed, late, on another machine, or calls something else. Calls that are cut off:
+test_shm_interruptions.py.
 """
 
 import os
@@ -19,23 +20,15 @@ import torch
 import torch.distributed as dist
 
 import shm  # noqa: F401 (the backend)
-from shm.segment import Segment, identity_of_file, open_if_identical
-from shm.work import scheduler
-from shm_cases import collect, without_a_compiler
+from shm.segment import identity_of_file, open_if_identical
+from shm_cases import collect, needs_a_compiler, outcome_of, without_a_compiler
 from shm_ranks import patience, run_on_ranks
 
 Op = dist.ReduceOp
-needs_a_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="fast.c needs a compiler")
-
-
-def error_of(call):
-    with pytest.raises((RuntimeError, TimeoutError, TypeError, ValueError)) as caught:
-        call()
-    return f"{caught.type.__name__}: {caught.value}"
 
 
 def open_memory(process="[0-9]*"):
-    """The files of the backend that a process, or any of this machine, still has open."""
+    """Return the files of the backend that a process, or any of this machine, still has open."""
     inodes = set()
     for path in Path("/proc").glob(f"{process}/fd/*"):
         with suppress(OSError):
@@ -45,10 +38,10 @@ def open_memory(process="[0-9]*"):
 
 
 def fail(rank, how):
-    """The error of this rank, and the memory that it had open."""
+    """Return the error of this rank, and the memory that it had open."""
     if how == "two machines":
         with patch.object(Path, "read_text", lambda _: f"machine-{rank}"):
-            return error_of(lambda: dist.init_process_group("shm")), set()
+            return outcome_of(dist.init_process_group, "shm"), set()
     dist.init_process_group("shm", timeout=timedelta(seconds=60))
     if how == "late":
         dist.group.WORLD.set_timeout(timedelta(seconds=1))
@@ -60,7 +53,7 @@ def fail(rank, how):
     if rank == 1 and how == "late":
         store.wait(["error of rank 0"], timedelta(seconds=60))
     size = 4 if rank == 1 and how == "another size" else 3
-    error = error_of(lambda: dist.all_reduce(torch.zeros(size)))
+    error = outcome_of(dist.all_reduce, torch.zeros(size))
     store.set(f"error of rank {rank}", error)
     return error, opened
 
@@ -76,18 +69,17 @@ FAILURES = {
 
 @pytest.mark.parametrize("how", FAILURES)
 def test_what_goes_wrong_ends_in_a_line_that_names_the_rank(how):
-    error, opened = run_on_ranks(2, fail, how, may_die=(1,) if how == "killed" else ())[0]
+    first, second = run_on_ranks(2, fail, how, may_die=(1,) if how == "killed" else ())
+    error, opened = first
     assert error.startswith(FAILURES[how])
     assert not opened & open_memory(), "it is left in the memory of the machine"
-
-
-def test_a_rank_later_than_the_limit_fails_as_the_others_did():
-    error = run_on_ranks(2, fail, "late")[1][0]
-    assert error.startswith("RuntimeError: shm: rank 1 was late, as rank 0 has found, so rank 1 ")
+    if how == "late":
+        found = "RuntimeError: shm: rank 1 was late, as rank 0 has found, so rank 1 "
+        assert second[0].startswith(found)
 
 
 def fail_one_after_another(rank, first, how, in_c, call):
-    """Something happens to rank 2, the first rank finds it, and then the other one calls."""
+    """Let something happen to rank 2; the first rank finds it, and then the other one calls."""
     with nullcontext() if in_c else without_a_compiler():
         dist.init_process_group("shm", timeout=timedelta(seconds=60))
     if how == "late":
@@ -100,12 +92,12 @@ def fail_one_after_another(rank, first, how, in_c, call):
     if rank == 2:
         return store.wait(["end"], wait)
     if rank == first:
-        error = error_of(lambda: dist.recv(torch.zeros(3), 2))
+        error = outcome_of(dist.recv, torch.zeros(3), 2)
         store.set("found", "")
         store.wait(["end"], wait)
     else:
         store.wait(["found"], wait)
-        error = error_of(lambda: call(torch.zeros(3)))
+        error = outcome_of(call, torch.zeros(3))
         store.set("end", "")
     return error
 
@@ -195,139 +187,6 @@ def test_a_rank_in_another_container_writes_to_no_file_that_is_open_there(tmp_pa
     assert document.read_bytes() == content
 
 
-# A call that is cut off: what is left of it must not become part of the next one
-
-
-def raise_at_once(error):
-    raise error
-
-
-def sums_around_an_interruption(rank, error, ranks_without_a_compiler=(0, 1)):
-    """What this rank has after each of two sums of four pieces; rank 1 is cut off in the first."""
-    with without_a_compiler() if rank in ranks_without_a_compiler else nullcontext():
-        dist.init_process_group("shm", timeout=timedelta(seconds=20))
-    pieces, arrive, results = dist.group.WORLD.segment.arrivals, Segment.arrive, []
-
-    def arrive_until_it_comes(segment, call):
-        is_time = error and rank == 1 and segment.arrivals == pieces + 2
-        return raise_at_once(error) if is_time else arrive(segment, call)
-
-    for value, place in ((1.0, arrive_until_it_comes), (10.0, arrive)):
-        x = torch.full((2_000_000,), value * (rank + 1))
-        try:
-            with patch.object(Segment, "arrive", place):
-                dist.all_reduce(x)
-            results.append(x.unique().tolist())
-        except (RuntimeError, TimeoutError, KeyboardInterrupt) as caught:
-            results.append(f"{type(caught).__name__}: {caught}")
-    return results
-
-
-SUM = "all_reduce(2000000 of torch.float32, SUM)"
-
-
-INTERRUPTIONS = [KeyboardInterrupt, TimeoutError]  # the second one by the handler of a signal
-
-
-@pytest.mark.parametrize("without", [(0, 1), (1,)], ids=["in Python", "the other rank in C"])
-@pytest.mark.parametrize("kind", INTERRUPTIONS)
-def test_an_interrupted_call_ends_the_group_instead_of_making_a_wrong_sum(kind, without):
-    first, second = run_on_ranks(2, sums_around_an_interruption, kind(), without)
-    line = f"RuntimeError: shm: rank 1 has failed, so rank 0 cannot complete {SUM}"
-    assert first == [line] * 2
-    assert second == [
-        f"{kind.__name__}: ",
-        f"RuntimeError: shm: {kind.__name__} has interrupted a call",
-    ]
-    control = run_on_ranks(2, sums_around_an_interruption, None, without)
-    assert control == [[[3.0], [30.0]]] * 2
-
-
-def sums_around_an_interruption_that_nobody_notices(rank):
-    with patch.object(type(scheduler), "give_up", lambda *_: None):
-        return sums_around_an_interruption(rank, TimeoutError())
-
-
-def test_the_number_of_the_transfer_tells_a_call_from_the_rest_of_the_one_before():
-    """The second defense: what it is for, if a call that was cut off does not end the group."""
-    first, second = run_on_ranks(2, sums_around_an_interruption_that_nobody_notices)
-    apart = f"and rank {{}} in {{}}: an earlier call than this {SUM} was interrupted"
-    assert first == [f"RuntimeError: shm: rank 1 is in transfer 2, {apart.format(0, 1)}"] * 2
-    line = f"RuntimeError: shm: rank 0 is in transfer 1, {apart.format(1, 2)}"
-    assert second == ["TimeoutError: ", line]
-
-
-def sum_that_is_cut_off_at_once(rank, in_c):
-    """Rank 1 has not even begun to wait in earnest, and rank 0 has not yet called."""
-    with nullcontext() if in_c else without_a_compiler():
-        dist.init_process_group("shm", timeout=timedelta(seconds=20))
-    store, x = dist.distributed_c10d._get_default_store(), torch.ones(1000)
-    if rank == 0:
-        store.wait(["rank 1 was interrupted"], timedelta(seconds=20))
-        return error_of(lambda: dist.all_reduce(x))
-    place = (dist.group.WORLD.exchange, "c_all_reduce") if in_c else (os, "sched_yield")
-    cut_off = patch.object(*place, lambda *_: raise_at_once(KeyboardInterrupt()))
-    with cut_off, pytest.raises(KeyboardInterrupt):
-        dist.all_reduce(x)
-    store.set("rank 1 was interrupted", "")
-    return error_of(lambda: dist.all_reduce(x))
-
-
-@pytest.mark.parametrize("in_c", [False, pytest.param(True, marks=needs_a_compiler)])
-def test_ctrl_c_in_a_call_that_has_no_queue_yet_ends_the_group(in_c):
-    assert run_on_ranks(2, sum_that_is_cut_off_at_once, in_c) == [
-        "RuntimeError: shm: rank 1 has failed, so rank 0 cannot complete "
-        "all_reduce(1000 of torch.float32, SUM)",
-        "RuntimeError: shm: KeyboardInterrupt has interrupted a call",
-    ]
-
-
-def sum_in_which_a_rank_dies(rank):
-    """Rank 1 is killed after three of four pieces, and rank 0 waits in C for the next one."""
-    with without_a_compiler() if rank == 1 else nullcontext():
-        dist.init_process_group("shm", timeout=timedelta(seconds=60))
-    pieces, arrive = dist.group.WORLD.segment.arrivals, Segment.arrive
-
-    def arrive_or_die(segment, call):
-        if rank == 1 and segment.arrivals == pieces + 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return arrive(segment, call)
-
-    with patch.object(Segment, "arrive", arrive_or_die):
-        return error_of(lambda: dist.all_reduce(torch.ones(2_000_000)))
-
-
-def test_a_rank_that_is_killed_in_the_middle_of_a_sum_is_named():
-    error = run_on_ranks(2, sum_in_which_a_rank_dies, may_die=(1,))[0]
-    assert error == "RuntimeError: shm: rank 1 has ended while rank 0 waits for it"
-
-
-def messages_around_an_interruption(rank):
-    """Rank 1 is cut off in the first of two messages of two pieces: what rank 0 receives."""
-    dist.init_process_group("shm", timeout=timedelta(seconds=20))
-    x = torch.full((100_000,), 7.0)
-    if rank == 0:
-        return error_of(lambda: dist.recv(x, 1))
-    post = Segment.post
-
-    def post_first_piece(segment, counters, place, value, *bell):
-        if value > 1:
-            raise TimeoutError
-        return post(segment, counters, place, value, *bell)
-
-    with patch.object(Segment, "post", post_first_piece), pytest.raises(TimeoutError):
-        dist.send(x, 0)
-    dist.group.WORLD.messages.piece_counts.update({2: 1})  # as if the piece had not been counted
-    with suppress(RuntimeError):  # rank 0 has ended
-        dist.send(2 * x, 0)
-
-
-def test_a_message_that_was_cut_off_is_not_completed_with_the_next_one():
-    error, _ = run_on_ranks(2, messages_around_an_interruption)
-    what = "sends a message from byte 0 on, not from 262144: one of the two was interrupted"
-    assert error == f"RuntimeError: shm: rank 1 {what}"
-
-
 # Calls that do not belong together
 
 
@@ -349,22 +208,18 @@ CALLS = {  # name, op and root for `collect`, by the call's text in an error
 
 
 def call_as_paired(rank, pairs):
-    """Each rank calls its own of a pair, in a group of their own: the errors, "" for none."""
+    """Each rank calls its own of a pair, in a group of their own; return the outcomes."""
     dist.init_process_group("gloo")
     errors = []
     for pair in pairs:
         group, x = dist.new_group(backend="shm"), torch.ones(3)
         name, op, root = CALLS[pair[rank]] or (None, None, None)
-        try:
-            if pair[rank] == "barrier()":
-                dist.barrier(group)
-            elif name is None:
-                dist.all_reduce(x.to_sparse(), group=group)
-            else:
-                collect(name, group, x, op, root, rank, 2)
-            errors.append("")
-        except RuntimeError as error:
-            errors.append(str(error))
+        if pair[rank] == "barrier()":
+            errors.append(outcome_of(dist.barrier, group))
+        elif name is None:
+            errors.append(outcome_of(dist.all_reduce, x.to_sparse(), group=group))
+        else:
+            errors.append(outcome_of(collect, name, group, x, op, root, rank, 2))
         dist.barrier()  # a group that has ended is another error
         dist.destroy_process_group(group)
     return errors
@@ -377,5 +232,5 @@ def test_ranks_that_call_different_collectives_are_told_both():
     for pair, *errors_of_pair in zip(pairs, *errors, strict=True):
         for rank, error in enumerate(errors_of_pair):
             own, other = pair[rank], pair[1 - rank]
-            what = f"shm: rank {1 - rank} has called {other}, but rank {rank} {own}"
-            assert error == (what if own != other else ""), pair
+            what = f"RuntimeError: shm: rank {1 - rank} has called {other}, but rank {rank} {own}"
+            assert error == (what if own != other else "right"), pair

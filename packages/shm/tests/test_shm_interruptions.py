@@ -1,17 +1,19 @@
-"""An exception may come between any two instructions of a call, and so may a handler that calls.
+"""A call is cut off: what is left of it makes no wrong result, and the other ranks learn of it.
 
+An exception may come between any two instructions of a call, and so may a handler that calls.
 Python runs the handlers of signals between instructions. Here a trace function raises what Ctrl-C
 raises, or makes a call as a handler would, before each instruction that the backend executes in a
 call. The last test sends real signals.
 """
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from inspect import currentframe
@@ -25,11 +27,13 @@ import torch.distributed as dist
 import shm
 from shm.segment import Segment
 from shm.work import CallScheduler, scheduler
+from shm_cases import needs_a_compiler, outcome_of, without_a_compiler
 from shm_ranks import patience, run_on_ranks
 
 FOLDER = str(Path(shm.__file__).parent)
 LIMIT = timedelta(seconds=patience(30))
 EACH, SOME = 1, 7  # test each instruction, or every seventh
+KINDS = [KeyboardInterrupt, TimeoutError]  # the handler of a signal may raise the second one
 
 
 @contextmanager
@@ -57,14 +61,6 @@ def before_instruction(number, action):
 
 def raise_at_once(kind):
     raise kind
-
-
-def outcome_of(call, *arguments, **more):
-    try:
-        call(*arguments, **more)
-    except (RuntimeError, KeyboardInterrupt, TimeoutError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "right"
 
 
 def is_lock_free():
@@ -99,7 +95,7 @@ WAYS += [(TimeoutError, "broadcast", SOME)]
 
 
 def interrupted_calls(rank, kind, name, stride):
-    """How often each outcome came: of interrupted calls, of the next ones, and of the lock."""
+    """Count the outcomes of interrupted calls, of the next ones, and of the lock."""
     dist.init_process_group("gloo", timeout=LIMIT)
     outcomes, number = Counter(), 0
     while not outcomes["cut off: right"]:  # until the call has no instruction of that number
@@ -177,11 +173,133 @@ def test_a_process_ends_that_ctrl_c_has_interrupted_in_a_hundred_calls_and_once_
     assert process.returncode == -signal.SIGINT  # how Python ends after an uncaught one
 
 
-# Two ranks: one of them is interrupted, and may have waited for a while
+# Two ranks: what is left of a call that was cut off must not become part of the next one
+
+
+def go_on():
+    pass
+
+
+def end_by_a_signal():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sums_around_an_interruption(rank, interrupt, ranks_without_a_compiler=(0, 1)):
+    """Return the result or the outcome of two sums of four pieces; rank 1 is cut off in the first.
+
+    interrupt: called then, without arguments.
+    """
+    with without_a_compiler() if rank in ranks_without_a_compiler else nullcontext():
+        dist.init_process_group("shm", timeout=timedelta(seconds=20))
+    pieces, arrive, results = dist.group.WORLD.segment.arrivals, Segment.arrive, []
+
+    def arrive_or_be_cut_off(segment, call):
+        if rank == 1 and segment.arrivals == pieces + 2:
+            interrupt()
+        return arrive(segment, call)
+
+    for value, method in ((1.0, arrive_or_be_cut_off), (10.0, arrive)):
+        x = torch.full((2_000_000,), value * (rank + 1))
+        with patch.object(Segment, "arrive", method):
+            outcome = outcome_of(dist.all_reduce, x)
+        results.append(x.unique().tolist() if outcome == "right" else outcome)
+    return results
+
+
+SUM = "all_reduce(2000000 of torch.float32, SUM)"
+
+
+@pytest.mark.parametrize("without", [(0, 1), (1,)], ids=["in Python", "the other rank in C"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupted_call_ends_the_group_instead_of_making_a_wrong_sum(kind, without):
+    interrupt = partial(raise_at_once, kind)
+    first, second = run_on_ranks(2, sums_around_an_interruption, interrupt, without)
+    line = f"RuntimeError: shm: rank 1 has failed, so rank 0 cannot complete {SUM}"
+    assert first == [line] * 2
+    assert second == [
+        f"{kind.__name__}: ",
+        f"RuntimeError: shm: {kind.__name__} has interrupted a call",
+    ]
+    control = run_on_ranks(2, sums_around_an_interruption, go_on, without)
+    assert control == [[[3.0], [30.0]]] * 2
+
+
+def test_a_rank_that_is_killed_in_the_middle_of_a_sum_is_named():
+    arguments = sums_around_an_interruption, end_by_a_signal, (1,)
+    outcomes = run_on_ranks(2, *arguments, may_die=(1,))[0]
+    assert outcomes == ["RuntimeError: shm: rank 1 has ended while rank 0 waits for it"] * 2
+
+
+def sums_around_an_interruption_that_nobody_notices(rank):
+    with patch.object(type(scheduler), "give_up", lambda *_: None):
+        return sums_around_an_interruption(rank, partial(raise_at_once, TimeoutError))
+
+
+def test_the_number_of_the_transfer_tells_a_call_from_the_rest_of_the_one_before():
+    """The second defense, for a call that was cut off and has not ended the group."""
+    first, second = run_on_ranks(2, sums_around_an_interruption_that_nobody_notices)
+    apart = f"and rank {{}} in {{}}: an earlier call than this {SUM} was interrupted"
+    assert first == [f"RuntimeError: shm: rank 1 is in transfer 2, {apart.format(0, 1)}"] * 2
+    line = f"RuntimeError: shm: rank 0 is in transfer 1, {apart.format(1, 2)}"
+    assert second == ["TimeoutError: ", line]
+
+
+def sum_that_is_cut_off_at_once(rank, in_c):
+    """Cut off rank 1 before it waits, and before rank 0 has called."""
+    with nullcontext() if in_c else without_a_compiler():
+        dist.init_process_group("shm", timeout=timedelta(seconds=20))
+    store, x = dist.distributed_c10d._get_default_store(), torch.ones(1000)
+    if rank == 0:
+        store.wait(["rank 1 was interrupted"], timedelta(seconds=20))
+        return outcome_of(dist.all_reduce, x)
+    place = (dist.group.WORLD.exchange, "c_all_reduce") if in_c else (os, "sched_yield")
+    cut_off = patch.object(*place, lambda *_: raise_at_once(KeyboardInterrupt))
+    with cut_off, pytest.raises(KeyboardInterrupt):
+        dist.all_reduce(x)
+    store.set("rank 1 was interrupted", "")
+    return outcome_of(dist.all_reduce, x)
+
+
+@pytest.mark.parametrize("in_c", [False, pytest.param(True, marks=needs_a_compiler)])
+def test_ctrl_c_in_a_call_that_has_no_queue_yet_ends_the_group(in_c):
+    assert run_on_ranks(2, sum_that_is_cut_off_at_once, in_c) == [
+        "RuntimeError: shm: rank 1 has failed, so rank 0 cannot complete "
+        "all_reduce(1000 of torch.float32, SUM)",
+        "RuntimeError: shm: KeyboardInterrupt has interrupted a call",
+    ]
+
+
+def messages_around_an_interruption(rank):
+    """Cut off rank 1 in the first of two messages of two pieces; return the outcome of rank 0."""
+    dist.init_process_group("shm", timeout=timedelta(seconds=20))
+    x = torch.full((100_000,), 7.0)
+    if rank == 0:
+        return outcome_of(dist.recv, x, 1)
+    post = Segment.post
+
+    def post_first_piece(segment, counters, index, value, *bell):
+        if value > 1:
+            raise TimeoutError
+        return post(segment, counters, index, value, *bell)
+
+    with patch.object(Segment, "post", post_first_piece), pytest.raises(TimeoutError):
+        dist.send(x, 0)
+    dist.group.WORLD.messages.piece_counts.update({2: 1})  # as if the piece had not been counted
+    with suppress(RuntimeError):  # rank 0 has ended
+        dist.send(2 * x, 0)
+
+
+def test_a_message_that_was_cut_off_is_not_completed_with_the_next_one():
+    error, _ = run_on_ranks(2, messages_around_an_interruption)
+    what = "sends a message from byte 0 on, not from 262144: one of the two was interrupted"
+    assert error == f"RuntimeError: shm: rank 1 {what}"
+
+
+# Two ranks: one of them is interrupted at any instruction, and may have waited for a while
 
 
 def calls_around_an_interruption(rank, kind, numbers):
-    """The outcomes of two sums. Rank 1 is interrupted in the first one, where rank 0 is late."""
+    """Return the outcomes of two sums. Rank 1 is interrupted in the first; rank 0 is late there."""
     dist.init_process_group("gloo", timeout=LIMIT)
     store, outcomes = dist.distributed_c10d._get_default_store(), []
     for number in numbers:
@@ -205,7 +323,7 @@ def calls_around_an_interruption(rank, kind, numbers):
     return outcomes
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_other_rank_learns_of_it_at_once_wherever_the_exception_comes(kind):
     """An Exception that comes before a call has begun is like a wrong argument: no call was made.
     Once a call is in its queue, it goes on in the background, as after the timeout of a wait."""
@@ -256,7 +374,7 @@ class Handler:
 
 
 def handlers_in_calls(rank, name, stride):
-    """A handler calls before each instruction, in the same group and in another one."""
+    """Let a handler call before each instruction, in the same group and in another one."""
     dist.init_process_group("gloo", timeout=LIMIT)
     group, number, outcomes = dist.new_group(backend="shm"), 0, Counter()
     for handlers_group in (group, dist.new_group(backend="shm")):
@@ -309,7 +427,7 @@ def test_a_handler_may_call_while_the_interrupted_call_waits():
 
 
 def real_signals(rank, seconds):
-    """Sums of two ranks, in which a timer's handler calls: each is right, the handler's as well."""
+    """Add up on two ranks while a timer's handler calls. Each sum is right, also the handler's."""
     dist.init_process_group("gloo", timeout=LIMIT)
     group, handlers_group = dist.new_group(backend="shm"), None
     for each in (0, 1):

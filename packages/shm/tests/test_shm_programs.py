@@ -6,6 +6,7 @@ them over shm with one thing left out, without which they give something else.
 
 import json
 import re
+import time
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -21,23 +22,19 @@ import shm.segment
 import shm.tensors
 import shm.work
 import shm_programs
-import torch_suite
+from shm_cases import outcome_of
 from shm_programs import (
-    KNOWN,
     OF_AUTOGRAD,
     PROGRAMS,
     complete_without_a_wait,
-    impatient,
-    messages_with_gaps,
-    monitored,
-    refused,
     sharded,
     tags_in_another_order,
     two_groups_in_another_order,
 )
-from shm_ranks import run_on_ranks
+from shm_ranks import on_ranks, run_on_ranks
 
 HERE = Path(__file__).parent
+Op = dist.ReduceOp
 RANKS = 3
 
 
@@ -70,7 +67,7 @@ LEFT_OUT = {
 
 
 def run_over(backend, rank, programs):
-    """What each program returns, or the text of its error, in one group."""
+    """Return the result of each program, or the text of its error, in one group."""
     dist.init_process_group(backend, timeout=timedelta(seconds=60))
     results_by_program = {}
     for program in programs:
@@ -85,7 +82,7 @@ def run_over(backend, rank, programs):
 
 def run_all(rank):
     results_by_way = {"gloo": run_over("gloo", rank, PROGRAMS)}
-    results_by_way["shm"] = run_over("shm", rank, [*PROGRAMS, *KNOWN])
+    results_by_way["shm"] = run_over("shm", rank, PROGRAMS)
     for what, (place, programs) in LEFT_OUT.items():
         results_by_way[what] = {}
         for program in programs:  # each in a group of its own, which an error may leave unusable
@@ -127,38 +124,101 @@ def test_with_a_part_of_shm_left_out_a_program_gives_something_else(what):
         assert not same(results(what, program), results("gloo", program)), program.__name__
 
 
-def test_wait_ends_after_its_timeout_and_the_work_goes_on():
-    errors, message = results("shm", impatient)[0]
-    assert errors == 2
-    assert message == [1.0, 1.0, 1.0], "of rank 1"
+# Programs that gloo refuses, or whose result is an error
 
 
-def test_messages_with_gaps_arrive_and_leave_the_gaps_as_they_were():
-    assert results("shm", messages_with_gaps) == [[True], [True, True], [True]]
+@on_ranks(3, "shm")
+def test_wait_ends_after_its_timeout_and_the_work_goes_on(rank):
+    """Rank 0 waits for 0.2 s for what the others start later."""
+    store, x = dist.distributed_c10d._get_default_store(), torch.full((3,), float(rank))
+    if rank > 0:
+        store.wait(["rank 0 has waited"], timedelta(seconds=20))
+        if rank == 1:
+            dist.send(x, 0)
+        dist.barrier()
+        return
+    works = dist.irecv(x, 1), dist.barrier(async_op=True)
+    for work in works:
+        before = time.monotonic()
+        with pytest.raises((RuntimeError, TimeoutError)):
+            work.wait(timedelta(seconds=0.2))
+        assert time.monotonic() - before >= 0.2
+    store.set("rank 0 has waited", "")
+    for work in works:
+        work.wait()
+    assert x.tolist() == [1.0, 1.0, 1.0], "of rank 1"
+
+
+@on_ranks(3, "shm")
+def test_messages_with_gaps_arrive_and_leave_the_gaps_as_they_were(rank):
+    grid, column = torch.arange(40_000.0).view(-1, 4), torch.arange(3.0).view(3, 1)
+    empty = torch.zeros_like(grid)
+    sent = [grid[:, 1], grid[::2, 2:], grid[:1, 3:][::2, 0], column.expand(3, 2)]
+    received = [empty[:, 1], empty[::2, 2:], empty[:1, 3:][::2, 0], torch.zeros(3, 2)]
+    for ours, theirs in zip(sent, received, strict=True):
+        if rank == 0:
+            dist.send(ours, 1)
+        elif rank == 1:
+            dist.recv(theirs, 0)
+    if rank == 1:
+        expected = torch.zeros_like(grid)
+        expected[:, 1], expected[::2, 2:], expected[0, 3] = sent[0], sent[1], grid[0, 3]
+        assert torch.equal(empty, expected)
+        assert torch.equal(received[3], sent[3])
+
+
+def ranks_named_by_monitored_barrier(rank):
+    """Return the ranks that two barriers miss to which only rank 0 comes; None if torch refuses."""
+    dist.init_process_group("shm")
+    try:
+        dist.monitored_barrier(timeout=timedelta(seconds=20))
+    except ValueError as error:
+        if str(error) != "monitored_barrier is only implemented for GLOO backend.":
+            raise
+        return None
+    named = []
+    for everyone in (False, True) if rank == 0 else ():
+        with pytest.raises(RuntimeError) as caught:
+            dist.monitored_barrier(timeout=timedelta(seconds=0.2), wait_all_ranks=everyone)
+        named.append(str(caught.value).partition(" failed")[0])
+    dist.barrier()
+    dist.monitored_barrier(timeout=timedelta(seconds=20))
+    return named
 
 
 def test_monitored_barrier_names_who_is_late():
-    alone, *others = results("shm", monitored)
-    if alone == "error: monitored_barrier is only implemented for GLOO backend.":
+    named, *others = run_on_ranks(3, ranks_named_by_monitored_barrier)
+    if named is None:
         pytest.skip("needs a torch that lets other backends have a monitored_barrier")
-    assert alone == [[1], [1, 2]]
-    assert others == [[[], []]] * 2
+    assert named == ["shm: [Rank 0]: Rank 1", "shm: [Rank 0]: Ranks 1, 2"]
+    assert others == [[], []]
 
 
-def test_what_shm_refuses_ends_in_one_line_and_leaves_the_group_as_it_was():
-    for errors in results("shm", refused):
-        lines = [bytes(error).decode() for error in errors]
-        assert [line.partition(", expected ")[0] for line in lines] == [
-            "shm: got RedOpType.AVG of torch.int64",
-            "shm: got RedOpType.BAND of torch.float32",
-            "shm: got RedOpType.MAX of a sparse tensor",
-            "shm: got a tensor of torch.strided, on meta",
-            "shm: got 5 elements of torch.float32",
-            "shm: got 5",
-            "shm: got strides (1, 0) of (3, 2)",
-            *["shm: got strides (0,) of (4,)"] * 7,
-        ]
-        assert not any("\n" in line for line in lines)
+@on_ranks(3, "shm")
+def test_what_shm_refuses_ends_in_one_line_and_leaves_the_group_as_it_was(rank):
+    whole, x, expanded = torch.zeros(3, dtype=torch.int64), torch.zeros(4), torch.ones(1).expand(4)
+    empty = [torch.zeros(5) for _ in range(3)]
+    many = "strides (0,) of (4,)"
+    for got, *call in (
+        ("RedOpType.AVG of torch.int64", dist.all_reduce, whole, Op.AVG),
+        ("RedOpType.BAND of torch.float32", dist.all_reduce, x, Op.BAND),
+        ("RedOpType.MAX of a sparse tensor", dist.all_reduce, x.to_sparse(), Op.MAX),
+        ("a tensor of torch.strided, on meta", dist.all_reduce, torch.zeros(3, device="meta")),
+        ("5 elements of torch.float32", dist.all_gather, empty, x),
+        ("5", dist.all_to_all_single, torch.zeros(5), torch.zeros(5)),
+        ("strides (1, 0) of (3, 2)", dist.recv, torch.zeros(3, 1).expand(3, 2), (rank + 1) % 3),
+        (many, dist.all_reduce, expanded),
+        (many, dist.broadcast, expanded, 0),
+        (many, dist.reduce, expanded, 0),
+        (many, dist.all_gather, [*empty[1:], expanded], x),
+        (many, dist.all_to_all, [expanded] * 3, [x] * 3),
+        (many, dist.reduce_scatter, expanded, [x] * 3),
+        (many, dist.scatter, expanded, [x] * 3 if rank == 0 else None),
+    ):
+        error = outcome_of(*call)
+        assert error.partition(": ")[2].partition(", expected ")[0] == f"shm: got {got}"
+        assert "\n" not in error
+    dist.all_reduce(whole)
 
 
 def test_a_processor_whose_order_is_unknown_is_refused():
@@ -173,8 +233,3 @@ def test_the_page_shows_the_counts_of_torchs_suite():
     for run, counts in suite["tests"].items():
         assert re.search(rf"\| {run} +\| {counts['passed']} +\| {counts['failed']} +\|", page), run
     assert suite["wrong"] == []
-
-
-def test_the_counts_of_torchs_suite_name_the_command_that_makes_them():
-    where = json.loads((HERE / "torch_suite.json").read_text())["provenance"]
-    assert where["command"] == torch_suite.COMMAND

@@ -123,7 +123,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         sum_in_c = self.sums_in_c.get(tensor.dtype)
         if sum_in_c is None or tensor.layout is not torch.strided or not tensor.is_contiguous():
             return None
-        if tensor.is_neg():  # a view: see flat
+        if tensor.is_neg():  # its memory holds the other sign, see flat()
             return None
         dtype, call = sum_in_c
         call += encode_size(tensor.numel())
