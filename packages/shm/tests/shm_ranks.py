@@ -110,7 +110,7 @@ def answer_as_rank(
     """Be that rank: answer with what the function returns, or with its traceback."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ.update(variables)
-    torch.set_num_threads(1)  # or the ranks compete for the cores
+    torch.set_num_threads(1)  # with more threads the ranks would compete for the cores
     try:
         result = True, function(rank, *args)
     except Exception:

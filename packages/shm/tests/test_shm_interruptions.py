@@ -104,7 +104,7 @@ def interrupted_calls(rank, kind, name, stride):
             outcomes["cut off: " + outcome_of(CALLS[name], group)] += 1
         if not is_lock_free():
             outcomes["locked"] += 1
-            CallScheduler.free_lock(scheduler)  # or each of the next would count, too
+            CallScheduler.free_lock(scheduler)  # or the same lock would count again
         outcomes[outcome_of(CALLS[name], group)] += 1
         dist.destroy_process_group(group)
         number += stride

@@ -164,7 +164,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             raise ValueError(f"shm: got {op} of a sparse tensor, expected SUM")
         own = without_autograd(tensor).coalesce()
         call = encode_call("sparse all_reduce", own.numel(), own.dtype)
-        shape = own.values().shape[1:]  # of the value at one index
+        shape = own.values().shape[1:]  # the shape of the value at one index
         all_indices = yield from self.exchange.gather_uneven(flat(own.indices().t()), call)
         all_values = yield from self.exchange.gather_uneven(flat(own.values()), call)
         total = torch.zeros_like(own)

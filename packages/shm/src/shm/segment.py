@@ -110,7 +110,7 @@ def open_if_identical(path: str, identity: str) -> int:
 
 
 class Cause(NamedTuple):
-    """What a rank that has failed announces in place of its call and its transfer.
+    """The announcement of a rank that has failed, in place of its call and its transfer.
 
     kind: FAILED, ENDED or LATE. rank: the announcing rank itself if it has FAILED, or the one that
     has ENDED or was too LATE for it.

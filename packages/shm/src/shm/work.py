@@ -54,7 +54,7 @@ def lock_holder(function: Function) -> Function:
 
 
 class Work(dist.Work):
-    """What a call returns: `wait()` raises what went wrong, on every use.
+    """The handle that a call returns: each `wait()` raises what went wrong.
 
     outputs: what the call's future holds. options: torch's; they may limit how long it may wait.
     """
@@ -99,7 +99,7 @@ class Work(dist.Work):
         except Exception as error:
             self.end_with(error)
         if self.done:
-            self.steps.close()  # it holds the tensors
+            self.steps.close()  # the generator holds the tensors
         return self.done
 
     def complete(self, end: StopIteration) -> None:
