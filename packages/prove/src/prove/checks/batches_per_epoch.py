@@ -92,7 +92,7 @@ def sizes_of(loader_pass: LoaderPass, is_cut: bool) -> list[int]:
     if is_cut:
         return loader_pass.sizes[: loader_pass.batches_given]
     listed, samples = loader_pass.sizes, len(loader_pass.indices)
-    # Only the first sizes are recorded, so at most the last batch can be computed from the rest.
+    # Only the first sizes are recorded, so the remaining samples count as one more batch.
     unlisted = (loader_pass.batches_listed or 0) - len(listed)
     return listed if unlisted <= 0 or not samples else [*listed, samples - sum(listed)]
 

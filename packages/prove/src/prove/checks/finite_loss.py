@@ -45,9 +45,8 @@ def watch(run: RankRun) -> None:
     bad = run.record.part(BadLosses).seen
 
     def note(loss: torch.Tensor) -> None:
-        may_overflow = (
-            loss.dtype == torch.float16 and run.record.loss_scale != 1
-        )  # GradScaler skips it
+        # GradScaler skips the step if a scaled float16 loss overflows.
+        may_overflow = loss.dtype == torch.float16 and run.record.loss_scale != 1
         is_plain = loss.numel() == 1 and not hasattr(loss, "full_tensor")
         if is_plain and not may_overflow and len(bad) < MOST_LOSSES:
             value = float(loss.detach())
