@@ -46,12 +46,7 @@ def comparable(tensor: Tensor) -> Tensor:
         return tensor.reshape(-1).to(torch.float64)
     except NotComparableError:
         raise
-    except (
-        RuntimeError,
-        NotImplementedError,
-        TypeError,
-        ValueError,
-    ):  # the kind lacks an operation
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):  # no such operation
         raise NotComparableError(kind_of(tensor)) from None
 
 

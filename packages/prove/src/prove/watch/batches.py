@@ -168,10 +168,7 @@ def checksum(value: Any) -> int:
         )
         values = value.detach().cpu().contiguous().reshape(-1) if is_usual else comparable(value)
         return zlib.crc32(random_state.bytes_of(values)) if values.numel() else 0
-    except (
-        RuntimeError,
-        NotComparableError,
-    ):  # a tensor of torch.func may have no memory of its own
+    except (RuntimeError, NotComparableError):  # torch.func tensors may have no memory
         return 0
 
 

@@ -266,9 +266,8 @@ class LoaderWatcher:
         steps_of_others = run.record.step_count  # steps with batches of other passes
         while True:
             self.end_batch()
-            if (
-                torch.is_grad_enabled()
-            ):  # also counts a step whose last batch came from another loader
+            # This also counts a step whose last batch came from another loader.
+            if torch.is_grad_enabled():
                 loader_pass.step_count = run.record.step_count - steps_of_others
             if loader_pass.step_count and not loader_pass.batches_per_step:
                 loader_pass.batches_per_step = loader_pass.batches_given - looks_ahead

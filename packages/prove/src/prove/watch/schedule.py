@@ -56,9 +56,7 @@ class ScheduleWatcher:
 
     def step(self, original: Callable, scheduler: Any, args: tuple, kwargs: dict) -> Any:
         run = self.run
-        if (
-            self.depth or run.current_loader_pass is None
-        ):  # another scheduler steps it, or it is being made
+        if self.depth or run.current_loader_pass is None:  # another scheduler steps or makes it
             return original(scheduler, *args, **kwargs)
         at = where()
         if isinstance(scheduler, ReduceLROnPlateau):
