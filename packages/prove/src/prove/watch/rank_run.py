@@ -213,7 +213,7 @@ class RankRun:
             time.sleep(SECONDS_PER_BEAT)
 
     def write(self, ended: Ended) -> None:
-        """Write the whole record, but only once after prove itself has ended the run."""
+        """Write the whole record and the tensors for a replay, once, when the run ends."""
         trained_alone = self.replaying and self.record.step_count > 0
         is_another_process = os.getpid() != self.record.pid
         if self.written or is_another_process or not (self.joined or trained_alone):
