@@ -11,9 +11,9 @@
     broken     generated scripts, each with a mistake that changes its weights
     oracle     checks in float64, without prove, that the generated scripts are right
 
-The answers for all cases of a kind are written to results/KIND.json, and those for some of them only
-to the file of --json. A file is written after each answer and keeps the answers for other cases;
---resume judges only the cases that the file lacks.
+The answers for all cases of a kind are written to results/KIND.json, and those for some of them
+only to the file of --json. A file is written after each answer and keeps the answers for other
+cases; --resume judges only the cases that the file lacks.
 """
 
 import argparse
