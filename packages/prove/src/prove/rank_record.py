@@ -192,7 +192,7 @@ class LoaderPass:
     fingerprint: list[list[int]]  # for three samples: checksums of first tensor and fields
     is_stream: bool  # the data set is an IterableDataset
     with_gradients: bool  # gradients were enabled when the pass began
-    batches_and_samples: tuple[int, int] | None  # of the pass, had prove not cut it
+    batches_and_samples: tuple[int, int] | None  # numbers of the uncut pass
     steps_before: int
     collectives_before: int
     backwards_before: int
@@ -319,7 +319,7 @@ class LayerOutput(NamedTuple):
 class ModelCall(NamedTuple):
     """A call of a module by the script itself, in training."""
 
-    checksum: int  # of the first input tensor
+    checksum: int  # checksum of the first input tensor
     rows: int
     batch: tuple[int, int]  # the pass and the number of the last batch
     batch_size: int | None

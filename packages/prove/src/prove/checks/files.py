@@ -58,7 +58,7 @@ class WrittenFiles:
     """The files that one rank opens for writing, with checksums of the written bytes."""
 
     opened: list[OpenedFile] = field(default_factory=list)
-    checksums: dict[str, int] = field(default_factory=dict)  # of the written bytes, by path
+    checksums: dict[str, int] = field(default_factory=dict)  # checksums of bytes, by path
 
 
 class Checksum(io.RawIOBase):

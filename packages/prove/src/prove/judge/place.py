@@ -12,7 +12,7 @@ LIMIT = 1e-6  # relative to the largest value
 
 def place_of_difference(replay: Replay) -> dict[str, Any]:
     """Return a phrase for the end of a sentence: the first layer that differs, or none."""
-    if replay.name == Mode.SEQUENCE:  # which calls each layer more often
+    if replay.name == Mode.SEQUENCE:  # a sequence calls each layer more often
         return phrase(Phrase.NOTHING)
     in_turn = zip(*(rank.outputs for rank in replay.records), replay.replayed.outputs, strict=False)
     seen = 0

@@ -30,7 +30,7 @@ NO_RESULT = re.compile(  # names; a learning rate or an epoch may depend on the 
 UNIT = re.compile(
     r"\s?(?:m?s|secs?|seconds?|min|minutes?|h|hours?|[KMGT]i?B|it|img|\w*/s)\b|\s?%\|"
 )
-FEWEST_DIGITS = 3  # of a number without a known name: shorter ones could agree by chance
+FEWEST_DIGITS = 3  # shorter numbers without a known name could agree by chance
 
 
 class PrintedNumber(NamedTuple):

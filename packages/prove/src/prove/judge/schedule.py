@@ -97,7 +97,7 @@ def schedules_by_batch(replay: Replay) -> list[tuple[Schedule, Schedule]]:
     pairs: list[tuple[Schedule, Schedule]] = []
     if (
         Flag.ASKED_FOR_LENGTH in replay.observed.flags
-    ):  # it follows the loader, whose epochs we have cut
+    ):  # such a schedule follows the loader, which prove cut
         return pairs
     for ranks_record, one_record in zip(
         replay.observed.schedules, replay.replayed.schedules, strict=False

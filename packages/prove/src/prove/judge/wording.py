@@ -12,7 +12,7 @@ from string import Formatter
 from typing import Any
 
 NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")  # a number in printed text
-MOST_NAMES = 3  # of names or source lines in one row
+MOST_NAMES = 3  # limit of names or source lines in one row
 
 Facts = Mapping[str, Any]  # numbers, texts, lists and phrases, all of which JSON can hold
 

@@ -46,7 +46,7 @@ def install() -> RankRun:
     run.record.seed = seed_of(settings)
     random_state.seed_all(run.record.seed)
     if settings.cpu:
-        from prove.watch import pretend_gpus  # its imports take a second
+        from prove.watch import pretend_gpus  # imports that take a second
 
         pretend_gpus.install(settings.gpus)
     if settings.mode == Mode.BARE:

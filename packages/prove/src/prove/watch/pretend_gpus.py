@@ -202,7 +202,7 @@ def install(gpus: int) -> None:
         setattr(torch.cuda, name, function)
     setattr(torch.nn.SyncBatchNorm, "forward", sync_batchnorm)  # noqa: B010  of another signature
     ddp = torch.nn.parallel.DistributedDataParallel
-    ddp._passing_sync_batchnorm_handle = always(None)  # type: ignore[method-assign]  # it refuses CPUs
+    ddp._passing_sync_batchnorm_handle = always(None)  # type: ignore[method-assign]  # DDP refuses CPUs
 
     @wrap(torch, "manual_seed")
     def manual_seed(original: Callable, seed: Any) -> Any:
