@@ -1,4 +1,7 @@
-"""The two packages work without the course: their wheels, in an environment with torch alone."""
+"""The two packages work without the course: their wheels, in an environment with torch alone.
+
+Each wheel is built from a source distribution, which has the tests of its package, too.
+"""
 
 import json
 import os
@@ -6,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +19,10 @@ import pytest
 from helpers.environments import make_environment
 from local_ranks.chapters import ROOT
 from local_ranks.machine import patience
-from local_ranks.stage_files import NOT_COPIED
 
 NAMES = ("prove", "shm")
 KINDS = (".py", ".c", ".md", ".typed")  # kinds of files in a wheel
+BUILT = shutil.ignore_patterns(".*", "__pycache__", "build", "*.egg-info")
 SCRIPT = """
 import torch
 import torch.distributed as dist
@@ -44,14 +48,18 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> Path:
-    """One that has both wheels, torch, and nothing else."""
+    """Make an environment with both wheels, torch, and nothing else, beside the archives."""
     folder = tmp_path_factory.mktemp("alone")
     python = make_environment(folder, "torch")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    build_sdist = "from setuptools import build_meta; build_meta.build_sdist('..')"
     for name in NAMES:  # build a copy, because a build writes beside its sources
-        shutil.copytree(ROOT / "packages" / name, folder / name, ignore=NOT_COPIED)
+        shutil.copytree(ROOT / "packages" / name, folder / name, ignore=BUILT)
+        build = [sys.executable, "-c", build_sdist]
+        subprocess.run(build, cwd=folder / name, check=True, stdout=subprocess.DEVNULL)
+        [sdist] = folder.glob(f"*{name}-*.tar.gz")
         # Without isolation, pip builds with the setuptools that is here, and downloads nothing.
-        wheel = ["wheel", "--no-deps", "--no-build-isolation", "-w", folder, folder / name]
+        wheel = ["wheel", "--no-deps", "--no-build-isolation", "-w", folder, sdist]
         subprocess.run([*pip, *wheel], check=True)
     wheels = [str(path) for path in folder.glob("*.whl")]
     install = ["--python", python, "install", "--no-deps", "--no-index", *wheels]
@@ -103,6 +111,18 @@ def test_a_wheel_has_its_license_its_metadata_and_no_file_but_those_of_its_packa
     assert re.search(r"\nRequires-Dist: torch<\d[\d.]*,>=\d", metadata), "torch has an upper bound"
     changes = (ROOT / "packages" / name / "CHANGELOG.md").read_text()
     assert f"\n## {version}\n" in changes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_source_distribution_has_all_that_the_tests_of_its_package_need(name, environment):
+    [sdist] = environment.glob(f"*{name}-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        files = {member.partition("/")[2] for member in archive.getnames()}
+    sources = environment / name
+    for folder in ("tests", "evidence", "examples"):
+        needed = {path for path in (sources / folder).rglob("*") if path.is_file()}
+        assert {str(path.relative_to(sources)) for path in needed} <= files
+    assert "tests/conftest.py" in files
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,1 +1,1 @@
-"""What shows that prove is right: scripts whose mistakes we know, and what prove says of them."""
+"""Show that prove is right, on scripts whose mistakes are known."""

@@ -1,18 +1,19 @@
-"""What does prove say of the scripts in this folder, whose mistakes we know? From packages/prove:
+"""Let prove judge the scripts of this folder, whose mistakes are known. From packages/prove:
 
-    python -m evidence planted               # all that were planted
+    python -m evidence planted               # all planted mistakes
     python -m evidence planted no set_epoch  # with these words in the name
     python -m evidence broken 0-49 --json some.json
 
     planted    mistakes that we planted in five right scripts, and right scripts
-    reported   mistakes that others reported, each once more cured
-    puzzles    those that readers search for, each once more cured
+    reported   mistakes that others reported, each also with its cure
+    puzzles    mistakes that readers search for, each also with its cure
     generated  right scripts, each generated from a seed
-    broken     the same, each with a mistake that changes its weights
-    oracle     are the generated scripts right? Shown in float64, without prove
+    broken     generated scripts, each with a mistake that changes its weights
+    oracle     checks in float64, without prove, that the generated scripts are right
 
-All of a kind are written to results/KIND.json, a part of them only to a file that is named; a file
-is written after each answer, and what it has of others stays. --resume counts what it has not yet.
+The answers for all cases of a kind are written to results/KIND.json, and those for some of them
+only to the file of --json. A file is written after each answer and keeps the answers for other
+cases; --resume judges only the cases that the file lacks.
 """
 
 import argparse
@@ -73,7 +74,7 @@ def kinds(mistake: str) -> dict[str, Kind]:
 
 
 def chosen(names: list[str], words: list[str]) -> list[str]:
-    """Choose these names or seeds, such as 7 or 0-49, or else the names that have these words."""
+    """Choose cases by name or seed, such as 7 or 0-49, or else by words in their names."""
     wanted = set()
     for word in words:
         ends = re.fullmatch(r"(\d+)-(\d+)", word)
@@ -83,7 +84,7 @@ def chosen(names: list[str], words: list[str]) -> list[str]:
 
 
 def write(file: Path | None, results: dict[str, dict]) -> dict:
-    """Returns how many cases have each outcome."""
+    """Count the cases of each outcome."""
     outcomes = dict(Counter(each["outcome"] for each in results.values()).most_common())
     git = ["git", "rev-parse", "--short", "HEAD"]
     summary = {
@@ -98,7 +99,7 @@ def write(file: Path | None, results: dict[str, dict]) -> dict:
 
 
 def as_text(summary: dict, results: dict[str, dict]) -> str:
-    """JSON with a line for each case."""
+    """Format the answers as JSON with one line per case."""
     cases = ",\n".join(f" {json.dumps(n)}: {json.dumps(results[n])}" for n in results)
     return f'{json.dumps(summary)[:-1]}, "cases": {{\n{cases}\n}}}}\n'
 

@@ -1,4 +1,4 @@
-"""A script, what prove must say of it, and whether prove said so."""
+"""A script with the verdict that prove must give, and the judgment of prove's answer."""
 
 from dataclasses import dataclass, field
 
@@ -7,22 +7,22 @@ from evidence.run_prove import PROOF, RIGHT, TORCHRUN, WRONG, Answer, run_prove
 
 @dataclass(frozen=True)
 class Case:
-    """A script called train.py, how a user starts it, and what prove must say of it."""
+    """A script called train.py, the command that starts it, and the expected verdict."""
 
     name: str
     script: str
-    verdict: str = RIGHT  # what the row `check` says; with RIGHT, no row may be WRONG either
-    check: str = ""  # "": any row
+    verdict: str = RIGHT  # verdict of the row `check`; with RIGHT, no row may be WRONG
+    check: str = ""  # "" stands for any row
     command: tuple[str, ...] = (*TORCHRUN, "train.py")
     options: tuple[str, ...] = ()  # options of prove
-    cure: str = ""  # the script without its mistake, if prove is to judge that too
+    cure: str = ""  # the script without its mistake, if prove judges it, too
     files: dict[str, str] = field(default_factory=dict)  # files that lie beside the script
-    hashes_differ: bool = False  # between the ranks, as with a real torchrun: it takes seconds
+    hashes_differ: bool = False  # by rank, as with a real torchrun, which takes seconds
 
 
 @dataclass
 class Counted:
-    """What a case came to, in a few words, and the answers that say so."""
+    """The outcome of a case in a few words, with the answers that led to it."""
 
     outcome: str
     is_as_expected: bool
@@ -51,17 +51,17 @@ def judge(case: Case) -> Counted:
 
 
 def is_as_expected(case: Case, answer: Answer) -> bool:
-    """The row that is named has this verdict; and nothing is WRONG of what is right."""
+    """Does the named row have this verdict, and is nothing WRONG in a right script?"""
     if case.verdict == RIGHT and (answer.error or answer.is_wrong):
         return False
     said = answer.checks(case.verdict)
     if case.check:
         return case.check in said
-    return case.verdict == RIGHT or bool(said)  # one rank alone may have no row that is right
+    return case.verdict == RIGHT or bool(said)  # a run of one rank may have no right row
 
 
 def said_of_mistake(script: Answer, cured: Answer) -> str:
-    """It is seen if a row is WRONG, or gives a warning that the cured script has not."""
+    """Is the mistake seen: is a row WRONG, or a warning that the cured script lacks?"""
     if not script.rows:
         return "no table"
     if script.is_wrong:

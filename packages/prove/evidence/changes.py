@@ -1,10 +1,10 @@
-"""A script with a few other lines."""
+"""Change a few lines of a script."""
 
 import re
 
 
 def replace_once(text: str, *changes: tuple[str, str]) -> str:
-    """Replace each old piece by its new one. Raises ValueError: it is not there, or not once."""
+    """Replace each old text by its new one. Raises ValueError unless it occurs exactly once."""
     for old, new in changes:
         if text.count(old) != 1:
             raise ValueError(f"{text.count(old)} times in the script, expected once: {old}")
@@ -13,7 +13,7 @@ def replace_once(text: str, *changes: tuple[str, str]) -> str:
 
 
 def apply_diff(text: str, diff: str) -> str:
-    """What `patch` would make of it. Raises ValueError: a part is not, once, in the text."""
+    """Apply a diff, as `patch` does. Raises ValueError unless each part occurs exactly once."""
     for part in re.split(r"^@@ .*@@.*\n", diff, flags=re.M)[1:]:
         lines = part.splitlines(keepends=True)
         old, new = ("".join(line[1:] for line in lines if line[0] in kind) for kind in (" -", " +"))

@@ -28,8 +28,8 @@ from prove.checks.mistake import (
 )
 
 SCRIPTS = Path(__file__).parent / "right_scripts"
-RANKS = (1, 2, 3)  # these five are judged on so many, as they are
-ONE_GPU = (  # plain.py becomes the script that it was made from
+RANKS = (1, 2, 3)  # numbers of ranks on which the five right scripts are judged
+ONE_GPU = (  # turns plain.py into its original for one GPU
     ('    dist.init_process_group("gloo")\n', ""),
     ("dist.get_rank(), dist.get_world_size()", "0, 1"),
     ("DDP(build_model())", "build_model()"),
@@ -45,13 +45,13 @@ ONE_GPU = (  # plain.py becomes the script that it was made from
 
 
 def converted(mistake: Mistake, *changes: tuple[str, str]) -> Mistake:
-    """The script is compared with one for one GPU; the changes are made in both."""
+    """Make a mistake whose script is compared with an original; change both scripts."""
     all_changes = (*mistake.changes, *changes)
     return replace(mistake, changes=all_changes, original=(*ONE_GPU, *changes))
 
 
 def variant(name: str, mistake: Mistake) -> Mistake:
-    """The mistake is planted in own_step.py after own_step.NAME.diff, a variant as right as it."""
+    """Plant a mistake in a variant of own_step.py, which own_step.NAME.diff makes."""
     return replace(mistake, script=f"{mistake.script}.{name}")
 
 
@@ -74,7 +74,7 @@ IN_STEP = "                average(p.grad)\n"
 NO_AVERAGE = (IN_STEP, "")
 
 MISTAKES = [
-    # What the original does otherwise.
+    # Differences from the original.
     converted(plain("drop_last, which the original has not", WARNING, "the original's epoch",
                     (LOADING, LOADING[:-1] + ", drop_last=True)")), A_REST),
     converted(plain("each rank keeps the original's batch size", WARNING, "the original's epoch",
@@ -128,7 +128,7 @@ MISTAKES = [
     amp("BatchNorm over a small local batch", WARNING, "batchnorm",
         ("nn.BatchNorm2d(4)", "nn.BatchNorm1d(4)"),
         ("F.relu(self.norm(self.conv(x))).mean((2, 3))", "F.relu(self.norm(self.conv(x).mean((2, 3))))")),
-    # A step of its own.
+    # Steps that the script makes itself.
     own_step("the step sums and does not average", WRONG, "one rank",
              ("    tensor /= dist.get_world_size()\n", "")),
     own_step("the step takes the gradient of rank 0", WRONG, "one rank",
@@ -166,7 +166,7 @@ MISTAKES = [
                   "                p.grad = torch.complex(real, p.grad.imag)\n"))),
 ]  # fmt: skip
 
-# These look like mistakes, and are none: no row may be WRONG, and the check that is named is right.
+# Changes that look like mistakes but are right: no row may be WRONG, and the named check is right.
 HARMLESS = [
     plain("a group of all ranks comes and goes", RIGHT, "one rank",
           ("    torch.manual_seed(0)\n", "    torch.manual_seed(0)\n    group = dist.new_group()\n"

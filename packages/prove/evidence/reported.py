@@ -13,14 +13,14 @@ MISTAKES = Path(__file__).parent / "mistakes"
 
 @dataclass(frozen=True)
 class Story:
-    """A mistake that somebody reported, as a small script that makes it, and once more cured."""
+    """A reported mistake: a small script that makes it, and the same script cured."""
 
     name: str
     set: str
     kind: str
     report: str  # address of the report
     mistake: str
-    puzzle: dict = field(default_factory=dict)  # what a reader who searches for it is told
+    puzzle: dict = field(default_factory=dict)  # texts for readers who search for the mistake
 
     @property
     def script(self) -> str:
@@ -36,7 +36,7 @@ class Story:
 
     @property
     def case(self) -> Case:
-        """The script as a user calls it; one that spawns ranks is told how many."""
+        """Return the script's command; a script that spawns its ranks gets their number."""
         command = (*TORCHRUN, "train.py")
         if "mp.spawn(" in self.script:
             command = ("python", "train.py", "--world-size", "2")

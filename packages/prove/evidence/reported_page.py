@@ -1,4 +1,4 @@
-"""Write reported.md, the page of what prove says of mistakes that others reported.
+"""Write reported.md, the page about mistakes that others reported and prove judged.
 
 Each case is in one of the first counts, reported_before.json and reported_before_second.json in
 results, which were made before prove was changed for any of their cases and are not made again.
@@ -17,7 +17,7 @@ from evidence.run_prove import Answer
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "results", HERE / "reported.md"
-FIRST_COUNTS = ("reported_before", "reported_before_second")  # each case is in one of them
+FIRST_COUNTS = ("reported_before", "reported_before_second")  # each case is in one of these files
 INTRODUCTION = """\
 prove finds every mistake that we planted, but we knew them when we wrote it. So here are {pairs} \
 mistakes that others reported. We read each report and wrote a small script that makes the same \
@@ -47,7 +47,7 @@ without that line one script ended in a KeyError and another in a segmentation f
 
 
 class Pair(NamedTuple):
-    """What prove said of a script and of its cure."""
+    """The answers of prove for a script and for its cure."""
 
     script: Answer
     cure: Answer
@@ -84,7 +84,7 @@ def pairs(counted: dict) -> dict[str, Pair]:
     }
 
 
-ROWS: dict[str, tuple[Callable[[Pair], int], int]] = {  # and of how many runs for each case
+ROWS: dict[str, tuple[Callable[[Pair], int], int]] = {  # a count, and the number of runs per case
     "mistakes seen": (lambda pair: pair.is_seen, 1),
     "cured scripts called WRONG": (lambda pair: pair.is_false_alarm, 1),
     "cured scripts proven on one rank": (lambda pair: pair.is_proven, 1),
@@ -107,7 +107,7 @@ def counts_table(first: dict, now: dict) -> list[str]:
 
 
 def debug_alarm(answers: dict) -> str:
-    """What DETAIL says of the mistake and not of the cure."""
+    """Say what TORCH_DISTRIBUTED_DEBUG reports for the mistake, but not for the cure."""
     script, cure = answers["script"], answers["cure"]
     if cure is None:
         return ""

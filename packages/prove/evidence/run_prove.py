@@ -1,4 +1,4 @@
-"""What prove says of a script: the one place that starts it.
+"""Run prove on a script: the one place that starts it.
 
 Each script lies in a folder of its own, and prove runs there as if its command had been typed, in a
 process that has imported torch already. Its rows are read from what `--json` writes.
@@ -18,26 +18,26 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch._dynamo  # optimizers import it
+import torch._dynamo  # optimizers import this, so import it once
 import torch.distributed
 import torch.utils.data
 
 RIGHT, WRONG, WARNING, NOT_SEEN = "right", "WRONG", "warning", "not seen"
-PROOF = "one rank"  # the row that says whether the training as a whole is right
+PROOF = "one rank"  # the row about the training as a whole
 TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node=2")
-SECONDS = 600  # one proof may take so long
+SECONDS = 600  # time limit of one proof
 fork: Any = multiprocessing.get_context("fork")
 Item = TypeVar("Item")
 
 
 @dataclass
 class Answer:
-    """What prove said: its exit status (None: it had to be ended) and its rows."""
+    """The answer of prove: its exit status (None if it had to be killed) and its rows."""
 
     status: int | None
-    rows: dict[str, list[str]] = field(default_factory=dict)  # the checks of each verdict
+    rows: dict[str, list[str]] = field(default_factory=dict)  # names of checks by verdict
     evidence: dict[str, str] = field(default_factory=dict)  # for checks that are not right
-    error: str = ""  # why there are no rows
+    error: str = ""  # reason if there are no rows
     seconds: float = 0.0
     printed: str = ""
 
@@ -50,13 +50,13 @@ class Answer:
 
     @property
     def is_proven(self) -> bool:
-        """Nothing is WRONG, and one rank computes the same in all that was compared."""
+        """True if nothing is WRONG and one rank computes the same."""
         verdicts = {verdict for verdict, checks in self.rows.items() if PROOF in checks}
         return verdicts == {RIGHT} and not self.is_wrong
 
     @property
     def lines(self) -> list[str]:
-        """One line for each row that is not right."""
+        """Return one line for each row that is not right."""
         others = [verdict for verdict in self.rows if verdict != RIGHT]
         return [
             f"{each} {check}: {self.evidence[check]}"
@@ -124,7 +124,7 @@ def _prove(
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     if not hashes_differ:
         os.environ["PYTHONHASHSEED"] = "0"
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # to these descriptors, and no others
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # write to descriptors 1 and 2
     for number, file in enumerate((Path(os.devnull), *outputs)):
         os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
     sys.argv = ["prove", *arguments]
@@ -134,7 +134,7 @@ def _prove(
 def in_parallel(
     function: Callable[[Item], Any], items: Iterable[Item], jobs: int
 ) -> Iterator[tuple[Item, Any]]:
-    """Each item with what the function says of it, as soon as it is known."""
+    """Yield each item with the result of the function, as soon as it is known."""
     torch.set_num_threads(1)  # a process with a pool of threads must not fork
     with ProcessPoolExecutor(jobs, mp_context=fork) as pool:
         futures = {pool.submit(function, item): item for item in items}

@@ -1,4 +1,4 @@
-"""What a script computes on each rank: the oracle, which knows nothing of prove.
+"""Record what a script computes on each rank: the oracle, which does not use prove.
 
 In float64, N ranks must end with the weights of one process that gets the samples of all of them.
 Each rank is a fork of this process. For scripts that draw numbers in a step, what torch draws
@@ -45,24 +45,24 @@ fork: Any = multiprocessing.get_context("fork")
 
 @dataclass
 class Trace:
-    """What a script did on one rank."""
+    """The trace of a script on one rank."""
 
     first: list[Tensor] = field(default_factory=list)  # weights of all modules, when first called
-    last: list[Tensor] = field(default_factory=list)  # the same, at the end
+    last: list[Tensor] = field(default_factory=list)  # weights of these modules at the end
     weights: list[Tensor] = field(default_factory=list)  # after each optimizer step, as one vector
-    draws: list[str] = field(default_factory=list)  # then, a digest of the random numbers' state
-    samples: list[str] = field(default_factory=list)  # a digest of each that DDP trained with
-    result: Any = None  # what main() returns, if the script is not run as a program
+    draws: list[str] = field(default_factory=list)  # digests of the generators after each step
+    samples: list[str] = field(default_factory=list)  # digests of the samples that DDP trained with
+    result: Any = None  # return value of main(), unless run as a program
     printed: str = ""
-    drew: bool = False  # some rows were replaced
+    drew: bool = False  # True if some drawn rows were replaced
 
 
 class FailedError(Exception):
-    """The script did not come to its end; the text is all that the rank wrote."""
+    """The script did not reach its end; the text is the whole output of the rank."""
 
     @property
     def line(self) -> str:
-        """The line that names the exception: some have a message of many lines."""
+        """Return the line that names the exception, whose message may have many lines."""
         lines = [line.strip() for line in str(self).splitlines() if line.strip()]
         errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
         line = (errors or lines)[-1]
@@ -75,11 +75,11 @@ def put_in(module: Any, **functions: Any) -> None:
         setattr(module, name, function)
 
 
-# The same numbers for the same row
+# Draw the same numbers for the same row
 
 
 class DrawsByRow:
-    """Numbers by call, rank and row, in the place of torch's."""
+    """Replaces torch's random numbers by numbers that depend on call, rank and row."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world, self.calls = rank, world, 0
@@ -139,7 +139,7 @@ class DrawsByRow:
 
 
 def is_common(options: dict) -> bool:
-    """A generator that is seeded alike on all ranks, for data and weights."""
+    """Make a generator with the same seed on all ranks, for data and weights."""
     generator = options.get("generator")
     return generator is not None and generator.initial_seed() < 10_000
 
@@ -156,7 +156,7 @@ def dropout2d(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = 
 
 
 def normalize_by_rank() -> None:
-    """Normalize each rank's rows apart, in one process; running statistics are those of rank 0."""
+    """Normalize each rank's rows by themselves; keep the running statistics of rank 0."""
     original = nn.functional.batch_norm
 
     def batch_norm(x: Tensor, mean: Any, var: Any, *rest: Any, **more: Any) -> Tensor:
@@ -170,7 +170,7 @@ def normalize_by_rank() -> None:
     put_in(nn.functional, batch_norm=batch_norm)
 
 
-# What is recorded
+# Record the trace
 
 
 class Recorder:
@@ -221,28 +221,28 @@ def full(parameter: Tensor) -> Tensor:
     return whole.detach().clone()
 
 
-# The ranks
+# Run the ranks
 
 
 @dataclass
 class Start:
-    """How the ranks of a script begin."""
+    """The settings with which the ranks of a script start."""
 
     world: int
     arguments: tuple[str, ...] = ()  # arguments of the script
     by_row: bool = False
     in_float64: bool = True
-    seed: int = 0  # is added to those that the script sets
-    as_program: bool = True  # or else its main() is called, whose result is part of the trace
+    seed: int = 0  # added to the script's own seeds
+    as_program: bool = True  # otherwise main() is called, and its result traced
 
 
 def run_rank(rank: int, folder: Path, start: Start) -> None:
-    """Run a rank in a process of its own, which leaves a trace, or a log without one."""
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # to these descriptors, and no others
+    """Run a rank in this process, and leave a trace, or only a log on failure."""
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # write to descriptors 1 and 2
     log = os.open(folder / f"log_{rank}", os.O_CREAT | os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits for this one ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     os.chdir(folder / "home")
     world = str(start.world)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, RANKS=world)
@@ -294,7 +294,7 @@ def meet_in(folder: Path, rank: int, world: int, recorder: Recorder) -> None:
 
 
 def traces(script: str, start: Start) -> list[Trace]:
-    """One Trace per rank. Raises FailedError: a rank fails, or they wait for each other."""
+    """Return one Trace per rank. Raises FailedError if a rank fails, or if the ranks hang."""
     with tempfile.TemporaryDirectory(prefix="traces-") as name:
         folder = Path(name)
         (folder / "home").mkdir()
@@ -315,7 +315,7 @@ def traces(script: str, start: Start) -> list[Trace]:
 
 
 def wait_for(ranks: list[Any], folder: Path) -> None:
-    """Until all have left a trace, or the first one fails."""
+    """Wait until all ranks have left a trace, or the first one fails."""
     running, end = (
         {each.sentinel: rank for rank, each in enumerate(ranks)},
         time.monotonic() + SECONDS,
@@ -332,7 +332,7 @@ def wait_for(ranks: list[Any], folder: Path) -> None:
 
 
 def distance(ranks: Trace, one: Trace) -> float:
-    """Between the last weights, in units of the way that they went."""
+    """Return the distance of the last weights, relative to their change in training."""
     of_ranks, of_one, first = (
         torch.cat([tensor.flatten() for tensor in tensors])
         for tensors in (ranks.last, one.last, one.first[: len(one.last)])

@@ -1,6 +1,6 @@
-"""What all tests of prove share, and what they see of their machine if they are run alone.
+"""The fixtures of prove's tests, and the settings of the machine if they run alone.
 
-In the repository around the package, the conftest.py there says the second for all tests.
+Inside the repository, its own conftest.py makes these settings for all tests.
 """
 
 import multiprocessing

@@ -9,12 +9,12 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def planted(*changes: tuple[str, str]) -> str:
-    """The plain script, with other lines."""
+    """Return the plain script with these lines replaced."""
     return replace_once(right_script("plain"), *changes)
 
 
 def training_of(model: str, classes: str = "") -> str:
-    """A script that trains this model on 32 samples of 5 × 8 numbers, in global batches of 8."""
+    """Write a script that trains this model on 32 samples of 5 × 8, in global batches of 8."""
     return f"""
 import torch, torch.distributed as dist
 from torch import nn

@@ -1,6 +1,6 @@
-"""python -m prove, as a user types it in a folder, without importing torch again.
+"""Run python -m prove as a user types it, but without importing torch again.
 
-A fork server imports torch once, and each prove is a copy of it that is there in milliseconds.
+A fork server imports torch once, and each prove is a fork of it, ready in milliseconds.
 """
 
 import json
@@ -20,16 +20,16 @@ import torch
 
 from prove.__main__ import main
 
-SECONDS = 60  # more than a script takes by itself; a hang ends here
+SECONDS = 60  # time limit of a call, longer than any script takes
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
 PRELOADED = ["prove.prover", "prove.watch.observe", "pytest", "torch._dynamo"]
 
 forked = multiprocessing.get_context("forkserver")
-torch.set_num_threads(1)  # as every rank has: two tests that run side by side have two cores
+torch.set_num_threads(1)  # one thread, as every rank has: two tests share two cores
 
 
 def patience(seconds: float) -> float:
-    """A time limit that only a hang reaches: the more processes wait for a core, the longer."""
+    """Return a time limit that only a hang reaches, longer on a busy machine."""
     return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
@@ -40,7 +40,7 @@ def call(function: Callable, *args: Any) -> Any:
 
 
 def _prove(folder: Path, texts: Path, env: dict[str, str], arguments: tuple[str, ...]) -> None:
-    # Loaders start as in a rank of torchrun; else each rank would have its own fork server.
+    # Loaders start workers as under torchrun; otherwise each rank would have a fork server.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     os.chdir(folder)
     os.environ.update(env)
@@ -51,7 +51,7 @@ def _prove(folder: Path, texts: Path, env: dict[str, str], arguments: tuple[str,
 
 
 class Proof:
-    """A prove that has been started in this folder."""
+    """A prove that was started in a folder."""
 
     def __init__(
         self, folder: Path, *arguments: str, hashes_differ: bool = False, **env: str
@@ -69,11 +69,11 @@ class Proof:
         os.kill(self.process.pid, number)
 
     def ended(self) -> subprocess.CompletedProcess:
-        """Wait for its end; return what it has printed."""
+        """Wait until prove ends; return its output."""
         with self.texts as texts:
             self.process.join(patience(3 * SECONDS))
             if self.process.is_alive():
-                self.process.terminate()  # it then ends its ranks
+                self.process.terminate()  # prove then ends its ranks
                 raise TimeoutError(self.arguments)
             out, error = (Path(texts, name).read_text() for name in ("out", "error"))
         return subprocess.CompletedProcess(self.arguments, self.process.exitcode, out, error)

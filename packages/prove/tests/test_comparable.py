@@ -1,4 +1,4 @@
-"""Tensors are compared whatever their dtype and layout, or it is said that they cannot be."""
+"""Tensors of any dtype and layout are compared, or an error names their kind."""
 
 import warnings
 

@@ -21,15 +21,15 @@ from prove_runs import SECONDS, patience
 
 STYLES = (*LOADERS, *INDEXED)
 
-# A few of each kind. `python -m evidence generated` judges all 300 on demand.
+# A few scripts of each kind. `python -m evidence generated` judges all 300 on demand.
 JUDGED = [1, 89]  # a stream of words, and complex weights that are stepped by hand
 WITH_FAULT = [1]
-COMPARED = [1, 3, 31, 89]  # and fully_shard, and a comm hook with master weights
+COMPARED = [1, 3, 31, 89]  # these two, fully_shard, and a comm hook with master weights
 PLANTED = {14: "parameter", 18: "lost sample"}
 
 
 def count(kind: str, seeds: list[int], *options: str) -> dict[int, dict]:
-    """Return what the command writes down of each seed."""
+    """Return the results that the command writes for each seed."""
     with tempfile.TemporaryDirectory(prefix="counted-") as folder:
         file = Path(folder, "results.json")
         command = [sys.executable, "-m", "evidence", kind, *map(str, seeds), f"--json={file}"]

@@ -17,8 +17,8 @@ from prove_cases import PACKAGE, planted, training_of
 from prove_runs import TORCHRUN, run, verdict
 
 PLANTED = planted_cases()
-# Some of each script that mistakes are planted into, and of each check that no other test asks for,
-# with what prove says. `python -m evidence planted` judges all of them, for minutes.
+# Planted mistakes with words of their row: some for each script, and one for each check without
+# another test. `python -m evidence planted` judges all mistakes, which takes minutes.
 CHOSEN = {
     "layers that DDP has not been told of begin to train": "so DDP does not average it",
     "rank 0 counts more": "a weighted sum over the ranks, which count 0.75, 0.25 times",
@@ -163,7 +163,7 @@ def test_the_original_shows_what_the_conversion_changed(prove_script, tmp_path):
 
 
 def test_torch_is_not_imported_before_it_is_needed():
-    """A spare process imports it meanwhile; and a test that calls prove.check may not need it."""
+    """The spare process imports torch meanwhile; a test that calls prove.check needs none."""
 
     def error_without_torch(module: str) -> bytes:
         code = f"import sys; sys.modules['torch'] = None; import {module}"
@@ -187,7 +187,7 @@ def test_a_project_keeps_its_script_right_with_a_test(tmp_path, monkeypatch):
     assert right.proven
     assert right.wrong == right.warnings == []
     one_seed = planted(("torch.manual_seed(rank + 1)", "torch.manual_seed(1)"))
-    (tmp_path / "train.py").write_text(one_seed)  # which is only a warning
+    (tmp_path / "train.py").write_text(one_seed)  # one seed on all ranks, which is only a warning
     assert not prove.check(line, strict=True).proven
     ended = run(tmp_path, "--strict", *line)
     assert ended.returncode == 1
@@ -254,7 +254,7 @@ def test_the_page_shows_what_prove_prints(tmp_path):
     with_lines = [line for line in diff.splitlines(True) if line[0] != "-"]
     old, new = ("".join(line[1:] for line in lines) for lines in (without, with_lines))
     assert script.count(old) == 1, "the diff of the page fits"
-    # Numbers that may differ on another machine, and where the page lies as seen from the folder.
+    # Numbers and paths of the page that may differ on another machine are not compared.
     shape = re.compile(r"\d+%|\de-\d+|in \d+ s|(?<=\()\S*(?=/cures\.md#)")
     for source, shown in ((script, wrong), (script.replace(old, new), right)):
         (folder / "two_mistakes.py").write_text(source)

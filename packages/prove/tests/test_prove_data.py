@@ -85,7 +85,7 @@ for step in range(100):
 
 
 def test_a_batch_that_only_rank_0_looks_at_is_no_batch_of_the_others(prove_script):
-    """It keeps one to draw it. The control: a loss that is not averaged."""
+    """Rank 0 takes one more batch to look at it. The control: a loss that is not averaged."""
     source = training_of("DistributedDataParallel(nn.Sequential(nn.Dropout(), nn.Linear(8, 8)))")
     look = (
         "if dist.get_rank() == 0: print(next(iter(DataLoader(data, 2, sampler=sampler))).shape)\n"
@@ -130,7 +130,7 @@ SYNC_BATCHNORM = (  # all ranks have equally many samples, or the layers of one 
 
 
 def test_messages_of_a_batchnorm_layer_are_no_sum_of_results(prove_script):
-    """A model that is not switched to eval mode sends them. The control: a real sum beside them."""
+    """A model left in training mode sends statistics. The control: a real sum beside them."""
     in_training, unsummed = ("    model.eval()\n", ""), ("    dist.all_reduce(totals)\n", "")
     for changes, expected in (([in_training, unsummed], "warning"), ([in_training], "right")):
         ended = prove_script(planted(*SYNC_BATCHNORM, *changes), "--cpu")
@@ -173,7 +173,7 @@ def test_a_worker_that_draws_is_told_from_one_that_does_not():
 
 
 class Noisy(Drawing):
-    """Each sample with a number that a generator of the data set draws."""
+    """Pair each sample with a number that a generator of the data set draws."""
 
     def __getitem__(self, i: int) -> tuple[Tensor, float]:
         return torch.tensor([1.0 * i]), self.draw()

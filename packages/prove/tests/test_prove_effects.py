@@ -62,7 +62,7 @@ def test_two_writers_are_seen_in_a_folder_that_mktemp_made():
 def processes_in(folder: Path) -> list[str]:
     commands = []
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is not ours
+        with suppress(OSError):  # the process has ended, or is not ours
             if str(folder) in os.readlink(process / "cwd"):
                 commands.append((process / "cmdline").read_text())
     return commands
@@ -141,7 +141,7 @@ def test_random_numbers_of_the_script_are_those_of_an_unobserved_run(prove_scrip
         for rank in ranks:
             rank.join(patience(SECONDS))
             assert rank.exitcode == 0
-        # Of rank 1, which takes no part in the replay:
+        # Files of rank 1, which takes no part in the replay:
         seen, plain = (Path(folder, f"{name}1").read_text().split() for name in ("seen", "plain"))
     assert seen[:2] == plain[:2]
     assert plain[0] != plain[1], "the control: they change from epoch to epoch"
@@ -285,7 +285,8 @@ def test_ranks_that_part_are_no_script_that_fails_by_itself(prove_script):
     assert ended.returncode == 1
     ended = prove_script(source.replace("CONDITION", "epoch == 0"))  # the control: all ranks
     assert verdict(ended, "collectives") == "right", ended.stdout + ended.stderr
-    ended = prove_script(source.replace("CONDITION", "1 / dist.get_rank()"))  # its own mistake
+    # An error of the script itself
+    ended = prove_script(source.replace("CONDITION", "1 / dist.get_rank()"))
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "ZeroDivisionError" in ended.stderr
 

@@ -1,4 +1,4 @@
-"""Reported mistakes: the page is what was counted, and prove still says it of two of them."""
+"""Reported mistakes: the page shows the counts, and prove still judges two cases the same."""
 
 import difflib
 import json
@@ -31,7 +31,7 @@ def test_the_page_is_what_the_results_say(tmp_path, monkeypatch):
 
 
 def test_each_pair_was_counted():
-    """First in the first count of its set."""
+    """Each story is in the present count, and in the first count of its set."""
     assert {story.name for story in STORIES} == {*reported_page.load("reported")["cases"]}
     for name, results in SETS.items():
         assert len(stories(name)) == int(name.removeprefix("reported-"))

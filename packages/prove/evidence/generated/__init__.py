@@ -1,1 +1,1 @@
-"""From a seed a whole training script, and it is right: N ranks compute what one process would."""
+"""Generate right training scripts from seeds: N ranks compute what one process would."""

@@ -1,4 +1,4 @@
-"""A script is put together from cells, which the files of pieces/ hold.
+"""Put a script together from the cells in the files of pieces/.
 
 A cell `# %% forward, if model is lstm` is left out if its condition does not hold; `# %% from
 samples` stands for the cells of samples.py. A name in capitals is a hole, which the cells of this
@@ -17,7 +17,7 @@ PIECES = Path(__file__).parent / "pieces"
 
 class Cell(NamedTuple):
     name: str
-    condition: str  # "": it holds
+    condition: str  # "" always holds
     text: str
 
     def holds(self, made: dict[str, str]) -> bool:
@@ -26,7 +26,7 @@ class Cell(NamedTuple):
 
     @property
     def assigned(self) -> dict[str, Any]:
-        """The values of these assignments, under their names."""
+        """Return the values of these assignments by name."""
         values: dict[str, Any] = {}
         for line in ast.parse(self.text).body:
             if isinstance(line, ast.Assign | ast.AugAssign):
@@ -53,7 +53,7 @@ def texts(file: str, name: str, made: dict[str, str]) -> list[str]:
 
 
 def holes_of(file: str, made: dict[str, str]) -> dict[str, str]:
-    """What fills a hole: the last cell in capitals, or else all cells of this name together."""
+    """Return the text for a hole: the last cell in capitals, or all cells of this name."""
     holes: dict[str, str] = {}
     for cell in cells(file):
         hole = cell.name.upper().replace(" ", "_")

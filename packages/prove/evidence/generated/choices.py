@@ -1,6 +1,6 @@
-"""What a seed chooses of a script, and what may not be combined.
+"""Choose the parts of a script from a seed, and exclude combinations that do not work.
 
-With another order of options or of draws, a seed makes another script.
+The order of options and draws must not change, or a seed makes another script.
 """
 
 import random
@@ -19,7 +19,7 @@ WITH_DDP = (
     *("DDP", "DDP, static graph", "DDP, bucket views"),
     *("own comm hook", "library comm hook", "ZeRO"),
 )
-IN_STEP = ("in step", "owned in step", "orthogonal in step")  # of the script's own optimizer
+IN_STEP = ("in step", "owned in step", "orthogonal in step")  # by the script's own optimizer
 ELSEWHERE = (*IN_STEP, "fused in backward", "weights after step")
 # Who makes the step: an optimizer, or the script itself.
 USUAL = (
@@ -27,7 +27,7 @@ USUAL = (
     *("plain sgd", "adagrad"),
 )
 UPDATES = ("p -= lr * grad", "p.data.add_", "_foreach_add_", "momentum by hand")
-OF_AUTOGRAD = ("autograd.grad", "torch.func")  # these do not use p.grad
+OF_AUTOGRAD = ("autograd.grad", "torch.func")  # gradients without p.grad
 NO_MOMENTUM = ("adamw, groups", "rmsprop", "ZeRO adam", "ZeRO sgd", "plain sgd", "adagrad", "own")
 SCHEDULES = ("StepLR", "cosine", "OneCycle", "warm-up", "plateau")
 CLIPS = ("norm", "value", "by hand")
@@ -45,16 +45,16 @@ WORKERS = ("0", "1", "2", "1, persistent", "2, prefetch")
 
 @dataclass
 class Facts:
-    """What the rules must know of a task."""
+    """The facts about a task that the rules need."""
 
     logged: str = "loss.detach()"
     tensors: str = ""  # the data set's tensors, if its samples are nothing but rows of them
     draws: bool = False
     batchnorm: bool = False
-    own_state: bool = False  # outside of the model: a teacher, a queue
+    own_state: bool = False  # state outside of the model, such as a teacher or a queue
     frozen: bool = False
     fixed_batch: bool = False  # the batches must not vary
-    divides: bool = False  # by a number of all ranks, so the loss is multiplied by theirs
+    divides: bool = False  # the loss is divided by a count of all ranks, times their number
     gan: bool = False  # two models and two optimizers
     layout: str = ""  # a parameter's ("complex") or its gradient's ("sparse"), if not all know it
     functional: bool = False  # torch.func may differentiate it
@@ -62,13 +62,13 @@ class Facts:
 
 
 class Choices:
-    """What is drawn from one seed, each under its name."""
+    """The choices that are drawn from one seed, by name."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.made: dict[str, str] = {}
         self.facts = self.choose_task(TASKS[seed % len(TASKS)])
-        # Spawned ranks import torch again, which takes longer than all the rest.
+        # Spawned ranks import torch again, which takes longer than the whole run otherwise.
         styles = ["spawn"] if self.random.random() < 0.05 else LAUNCHERS
         self.choose("launcher", *styles)
         self.choose_step_of_gan() if self.facts.gan else self.choose_step()
@@ -134,7 +134,7 @@ class Choices:
             return ["own"]
         if averaging == "fused in backward":
             return ["one for each parameter"]
-        if averaging == "weights after step":  # the same, because these are linear in the gradient
+        if averaging == "weights after step":  # equal if the step is linear in the gradient
             return ["sgd", "plain sgd", "sgd, weight decay"]
         if averaging == "fully_shard":
             return ["sgd", "adam", "adamw, groups"] * 2
@@ -202,11 +202,12 @@ class Choices:
             self.made["batch size"] = "global"
 
     def workers(self, style: str) -> list[str]:
-        is_unguarded = self.made["launcher"] == "module"  # workers would run it once more
+        is_unguarded = self.made["launcher"] == "module"  # workers would run the module again
         if is_unguarded or style in ("own generator", *INDEXED):
             return ["0"]
         if style in ("stream", "batch_size=None", "own sampler", "batch sampler"):
-            return [each for each in WORKERS if "persistent" not in each]  # they see no new epoch
+            # Persistent workers see no new epoch.
+            return [each for each in WORKERS if "persistent" not in each]
         return [*WORKERS]
 
     # The rest

@@ -1,8 +1,8 @@
-"""What prove says of generated scripts: of right ones, and of the same with a mistake.
+"""Let prove judge generated scripts, right ones and the same scripts with a mistake.
 
-A mistake counts if it changes the weights: in float64 they end elsewhere than those of one process
-which gets the samples of both ranks (oracle.py, which knows nothing of prove). Then prove judges
-the script. Status 0 without a warning is a false right: the worst that prove can do.
+A mistake counts only if it changes the weights: in float64 they must differ from those of one
+process with the samples of both ranks (oracle.py, which does not use prove). Status 0 without a
+warning is then a false right, the worst that prove can do.
 """
 
 import sys
@@ -29,7 +29,7 @@ def judge_right(seed: int) -> Counted:
 
 
 def changed_weights(seed: int, change: Change) -> float | None:
-    """How far they end from those of one process; None if ranks end apart from each other."""
+    """Measure how far the weights end from those of one process; None if ranks differ."""
     one = weights_of_one_process(seed)
     try:
         return distance(weights_of_ranks(generate(seed, change=change)), one)
@@ -40,7 +40,7 @@ def changed_weights(seed: int, change: Change) -> float | None:
 
 
 def judge_broken(seed: int, mistake: str = "") -> Counted:
-    """What prove says of the mistake of this name, or of the first one that changes the weights."""
+    """Let prove judge this mistake, or the first one that changes the weights."""
     changes = {mistake: MISTAKES[mistake]} if mistake else plantable(seed)
     not_counted: dict[str, str] = {}
     facts: dict = {"not counted": not_counted}

@@ -1,4 +1,4 @@
-"""How a rank gets its part of the samples: one of the styles of pieces/loaders.py."""
+"""Write the loader of a rank in one of the styles of pieces/loaders.py."""
 
 import re
 from dataclasses import dataclass, field
@@ -20,13 +20,13 @@ OF_ONE_RANK = r"(?<![.\w])(loader|sampler|part|size|order|stream)\b(?!=\w)"  # a
 class Loader:
     setup: str
     epoch: str
-    batches: str  # what the loop goes over: `for step, batch in enumerate(...)`
-    index: str = ""  # makes the batch of it, where it is none yet
+    batches: str  # the iterable of the loop: `for step, batch in enumerate(...)`
+    index: str = ""  # turns it into a batch, if it is none yet
     classes: list[str] = field(default_factory=list)
 
 
 def loader(made: dict[str, str], tensors: str, collate: str, is_reference: bool) -> Loader:
-    """The loader of a rank, or, as a reference, one that joins the samples of two ranks.
+    """Write the loader of a rank or, for the reference, one that joins the samples of two ranks.
 
     collate: the name of the collate function; "" if the script needs none.
     """
@@ -50,7 +50,7 @@ def loader(made: dict[str, str], tensors: str, collate: str, is_reference: bool)
         return fill(cells[name], holes)
 
     def of_both(name: str) -> str:
-        """One after the other, with the names of what belongs to one rank."""
+        """Write the loaders of both ranks one after another, with different names."""
         both = []
         for rank in "01" if cells[name] else "":
             share = ", num_replicas=RANKS, rank=RANK"
@@ -75,7 +75,7 @@ def loader(made: dict[str, str], tensors: str, collate: str, is_reference: bool)
 
 
 def joining_line(style: str, collate: str) -> str:
-    """One loader of those of both ranks."""
+    """Join the loaders of both ranks into one."""
     if style in OF_TENSORS:
         return "loader = map(interleaved_rows, loader_0, loader_1)"
     collate = collate or "default_collate"

@@ -27,7 +27,7 @@ def average_most(left_out, bucket):
 
 
 class NotPlantedError(Exception):
-    """This mistake has no place in this script."""
+    """This script has no place for this mistake."""
 
 
 def depth_of(line: str) -> str:
@@ -39,7 +39,7 @@ def nested(head: str, lines: list[str]) -> list[str]:
 
 
 def replace_lines(lines: list[str], old: list[str], new: list[str]) -> None:
-    """Wherever `old` stands, at any depth. Raises NotPlantedError: nowhere."""
+    """Replace `old` wherever it stands, at any depth. Raises NotPlantedError if it is missing."""
     found = False
     for i in range(len(lines) - len(old), -1, -1):
         depth = depth_of(lines[i])
@@ -55,7 +55,7 @@ def since(epoch: int, lines: list[str]) -> list[str]:
 
 
 def not_averaged(parts: Parts, rows: str = "...", epoch: int = 0) -> None:
-    """One parameter, or some of its rows, keeps the gradient of its rank; from this epoch on."""
+    """Leave one parameter, or some of its rows, unaveraged from this epoch on."""
     chosen = (int(parts.made["accumulation"]) + len(parts.setup)) % 2
     if parts.facts.layout == "sparse":
         chosen = -1
@@ -101,7 +101,7 @@ def not_averaged_by_ddp(parts: Parts, chosen: int, rows: str, epoch: int) -> Non
 
 
 def not_averaged_in_function(parts: Parts, chosen: int, rows: str, epoch: int) -> None:
-    """A hook of backward, or step() of the script's own optimizer."""
+    """Plant the mistake in a backward hook, or in step() of the script's own optimizer."""
     old = ["dist.all_reduce(p.grad)"]
     if parts.averaging not in IN_STEP:
         old.append("p.grad /= dist.get_world_size()")
@@ -115,7 +115,7 @@ def not_averaged_in_function(parts: Parts, chosen: int, rows: str, epoch: int) -
 
 
 def dtype(parts: Parts) -> None:
-    """Complex parameters are not averaged, or only their real parts are."""
+    """Leave complex parameters unaveraged, or average only their real parts."""
     if parts.facts.layout != "complex" or parts.averaging not in BY_HAND:
         raise NotPlantedError
     if parts.optimizer in OF_AUTOGRAD:
@@ -137,7 +137,7 @@ BEFORE_STEP = re.compile(
 
 
 def factor(parts: Parts, epoch: int = 0) -> None:
-    """The gradient of one parameter is multiplied by the number of ranks."""
+    """Multiply the gradient of one parameter by the number of ranks."""
     if parts.averaging == "fused in backward":
         if epoch:
             raise NotPlantedError
@@ -160,7 +160,7 @@ def factor(parts: Parts, epoch: int = 0) -> None:
 
 
 def lost_sample(parts: Parts, epoch: int = 0) -> None:
-    """Rank 1 leaves out the last sample of the last batch of an epoch."""
+    """Let rank 1 leave out the last sample of the last batch of an epoch."""
     cuts = {"x": "x, y = x[:-1], y[:-1]", "words": "words = words[:-1]"}
     made = {line.split(" = ")[0].split(",")[0] for line in parts.unpack}
     names = [name for name in cuts if name in made]
@@ -174,7 +174,7 @@ def lost_sample(parts: Parts, epoch: int = 0) -> None:
 
 
 def later(parts: Parts, epoch: int) -> None:
-    """One of the others, which begins in this epoch; the first is 0."""
+    """Plant one of the other mistakes, but let it begin in this epoch, counted from 0."""
     ways: list[Change] = [
         partial(not_averaged, epoch=epoch),
         partial(factor, epoch=epoch),
@@ -190,7 +190,7 @@ def later(parts: Parts, epoch: int) -> None:
 
 
 def local_divisor(parts: Parts) -> None:
-    """The loss is divided by a number of the local batch."""
+    """Divide the loss by a count of the local batch."""
     divided = f"loss = loss / (1 + {parts.local_count})"
     replace_lines(parts.epoch, [MISTAKE_OF_LOSS], [divided])
 
@@ -208,8 +208,9 @@ MISTAKES: dict[str, Change] = {
 
 
 def plantable(seed: int) -> dict[str, Change]:
-    """The mistakes that this script has a place for, that of its seed first."""
-    names = [name for name in MISTAKES if name != "local divisor"]  # it has one in every script
+    """List the mistakes that this script has a place for, that of its seed first."""
+    # A local divisor has a place in every script.
+    names = [name for name in MISTAKES if name != "local divisor"]
     first = seed % len(names)
     found = {}
     for name in names[first:] + names[:first]:

@@ -1,9 +1,9 @@
-"""Is a generated script right? One process with the samples of both ranks gets the same weights.
+"""Check a generated script: one process with the samples of both ranks must get the same weights.
 
 Script and reference differ in their data lines only: the reference makes the loaders of both ranks
 and joins their samples, one of rank 0, one of rank 1, and so on. They are compared after all steps
 of all epochs. The control is the script whose loss is divided by a local count: it must end
-elsewhere. This knows nothing of prove.
+elsewhere. The oracle does not use prove.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from evidence.generated.script import Script, generate
 from evidence.traces import RANKS, FailedError, Start, Trace, distance, traces
 
 LIMIT = 1e-7  # relative to the weights' way from first to last: rounding, after up to 12 steps
-DIFFERS = 1e-4  # what is more than rounding
+DIFFERS = 1e-4  # a larger difference is more than rounding
 DIVERGED = "the ranks end with different weights"
 
 
@@ -43,7 +43,7 @@ def printed_numbers(trace: Trace) -> list[float]:
 
 
 def same_numbers(numbers: list[float], others: list[float]) -> bool:
-    """Are these equal as printed, with four digits after the point?"""
+    """Are these numbers equal when printed with four decimals?"""
     pairs = list(zip(numbers, others, strict=False))
     return len(numbers) == len(others) and all(abs(own - other) < 2e-4 for own, other in pairs)
 

@@ -1,4 +1,4 @@
-"""The parts of a script: from what its seed chooses, and the cells of pieces/ that belong to it.
+"""Make the parts of a script from the choices of its seed and the cells of pieces/.
 
 Each task ends in a `loss` whose mean over the ranks is the loss of one process that has the samples
 of all ranks.
@@ -18,17 +18,17 @@ MISTAKE_OF_LOSS = "MISTAKE_OF_LOSS"  # the line in which a mistake may change th
 
 @dataclass
 class Parts:
-    """The lines of a script, which a mistake may change, and what it must know of them."""
+    """The lines of a script by part, with the facts that a planted mistake needs."""
 
     prelude: list[str]
     setup: list[str]  # after rank and world are known; some entries have several lines
     epoch: list[str]  # one epoch of training, which ends with mean_loss
     evaluation: list[str]
-    end: list[str]  # of an epoch
+    end: list[str]  # lines at the end of an epoch
     made: dict[str, str]
     facts: Facts
     average: list[str]  # the lines of `epoch` that average by hand
-    unpack: list[str]  # those that unpack a batch
+    unpack: list[str]  # lines that unpack a batch
     local_count: str  # a number of the local batch: a loss divided by it is a mistake
 
     @property
@@ -110,7 +110,7 @@ def holes_of_model(made: dict[str, str], facts: Facts, holes: dict[str, str]) ->
 
 
 def window(made: dict[str, str], facts: Facts) -> str:
-    """What a step is made of."""
+    """Write the lines of a step."""
     averaging = made["averaging"]
     if facts.gan:
         return "of a gan"
@@ -128,7 +128,7 @@ def window(made: dict[str, str], facts: Facts) -> str:
 
 
 def steps(made: dict[str, str]) -> str:
-    """Who changes the weights."""
+    """Write the lines that change the weights."""
     if made["averaging"] == "fused in backward":
         return "in backward"
     if made["optimizer"] == "masters":

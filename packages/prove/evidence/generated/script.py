@@ -1,4 +1,4 @@
-"""A whole script from a seed, as functions, a class or one module.
+"""Generate a whole script from a seed, as functions, a class or one module.
 
 python -m evidence.generated.script 7                # the script
 python -m evidence.generated.script 7 --reference    # one process, with the samples of two ranks
@@ -14,7 +14,7 @@ from evidence.generated.cells import fill, holes_of
 from evidence.generated.choices import Choices
 from evidence.generated.parts import MISTAKE_OF_LOSS, Change, Parts, parts_of
 
-IMPORTS = (  # each is written if the script uses one of the names
+IMPORTS = (  # an import is written if the script uses one of its names
     ("import argparse", r"\bargparse\b"),
     ("import copy", r"\bcopy\."),
     ("import os", r"\bos\."),
@@ -52,7 +52,7 @@ class Script:
     seed: int
     text: str
     command: list[str]  # starts two ranks; the script is called train.py
-    alone: str  # starts one rank, where the command does not say how many it starts
+    alone: str  # starts one rank, if the command has no number of ranks
     pieces: dict[str, str]
 
 
@@ -100,7 +100,7 @@ def whole_text(parts: Parts) -> str:
 
 
 def assigned(lines: list[str]) -> set[str]:
-    """The names that these statements make, not those of their loops."""
+    """Return the names that these statements assign, without loop variables."""
     names = set()
     for statement in ast.parse("\n".join(lines)).body:
         if isinstance(statement, ast.Assign):

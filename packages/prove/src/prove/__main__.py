@@ -1,4 +1,4 @@
-"""Is a script that trains on several GPUs right? It is run, observed, and replayed by one rank.
+"""Prove a script that trains on several GPUs: run, observe, and replay it by one rank.
 
     python -m prove torchrun --standalone --nproc-per-node=2 train.py --my-flags
 
@@ -6,15 +6,15 @@
 
     options.py     what can be asked for
     prover.py      the proof, and runs.py the runs that it needs
-    controls.py    more runs, where one rank computes something else than all
+    controls.py    more runs, if one rank computes something else than all ranks
     processes.py   starts the ranks, and notices whether they hang; hooks/ for other launchers
-    watch/         what each rank does beside the script; random_state.py, its random numbers
+    watch/         records each rank's steps and data; random_state.py, its random numbers
     comparable.py  how tensors of any dtype and layout are compared
-    rank_record.py what it writes down, and all that is known of it here
-    checks/        what the run of all ranks says by itself: one module for each check
-    judge/         what several checks ask of the records, what a replay says, and the table
+    rank_record.py the record that each rank writes, all that the judges know of a run
+    checks/        checks of the run of all ranks: one module for each
+    judge/         questions that several checks ask, the judges of a replay, and the table
 
-A check watches and judges. Beside it, nothing in watch/ knows of judge/, nor the other way round.
+A check both watches and judges. Otherwise, watch/ and judge/ do not import each other.
 """
 
 import json
@@ -66,7 +66,7 @@ def write_json(file: Path | None, rows: list[ReportRow], unproven: list[str], er
 
 
 class StoppedError(BaseException):
-    """The proof was ended from outside, by Ctrl-C or SIGTERM: all is put back on the way out."""
+    """Ctrl-C or SIGTERM ended the proof. An exception, so that `finally` restores the files."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"ended by {signal.Signals(number).name}")
@@ -75,16 +75,16 @@ class StoppedError(BaseException):
 
 def stop(number: int, frame: object) -> None:
     for each in STOPPING:
-        signal.signal(each, signal.SIG_IGN)  # a second one must not keep us from putting back
+        signal.signal(each, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
     raise StoppedError(number)
 
 
 def run_proof(
     args: Namespace, spare: processes.SpareProcess | None, rows: list[ReportRow]
 ) -> tuple[int, str]:
-    """Fill the table. Returns an exit status, and why the table is not complete, if it is not."""
+    """Fill the table. Return an exit status, and the reason if the table is not complete."""
     try:
-        from prove.prover import prove  # it imports torch, which the spare process does meanwhile
+        from prove.prover import prove  # imports torch while the spare process does so, too
 
         prove(args, print_to_stderr, spare, rows)
         return PROVEN, ""
@@ -94,7 +94,7 @@ def run_proof(
         return NOT_JUDGED, str(error)
     except StoppedError as error:
         return error.status, str(error)
-    except Exception as error:  # a mistake of prove's is no verdict
+    except Exception as error:  # a bug in prove is no verdict
         if "PROVE_TRACEBACK" in os.environ:
             traceback.print_exc()
         rows.clear()
@@ -112,7 +112,7 @@ def main() -> int:
     hashes_differ = is_forked and "PYTHONHASHSEED" not in os.environ
     spare = processes.SpareProcess() if hashes_differ else None
     rows: list[ReportRow] = []
-    warnings.simplefilter("ignore")  # of what the judges compute: they are not the script's
+    warnings.simplefilter("ignore")  # warnings from the judges are not about the script
     try:
         status, error = run_proof(args, spare, rows)
     finally:

@@ -1,4 +1,4 @@
-"""The proof as a function, for tests and programs: its table as a value."""
+"""Call the proof from a test or a program, and get its table as a value."""
 
 import json
 import subprocess
@@ -13,13 +13,15 @@ from prove.judge.table import WARNING, WRONG, ReportRow
 
 @dataclass
 class Result:
-    """The table, row by row: each has a verdict (one of RIGHT, WRONG, WARNING and NOT_SEEN), the
-    name of its check, the evidence and a cure. unproven: the comparisons that are the proof, and
-    have shown nothing."""
+    """The table of a proof, row by row.
+
+    unproven: the names of the comparisons that could not be decided. While one is listed, nothing
+    is proven, even with 0 WRONG.
+    """
 
     rows: list[ReportRow]
     unproven: list[str]
-    strict: bool = False  # then warnings count as WRONG
+    strict: bool = False  # warnings count as WRONG
 
     def having(self, verdict: str) -> list[ReportRow]:
         return [row for row in self.rows if row.verdict == verdict]
@@ -34,16 +36,18 @@ class Result:
 
     @property
     def proven(self) -> bool:
-        """It was compared with one rank, and nothing is WRONG. There may be warnings, if not
-        strict."""
+        """True if one rank computes the same and nothing is WRONG.
+
+        There may be warnings, unless the result is strict.
+        """
         return not (self.wrong or self.unproven or (self.strict and self.warnings))
 
 
 def check(command: list[str], *options: str, strict: bool = False) -> Result:
     """Run `python -m prove OPTIONS COMMAND` in a process of its own; return what it finds.
 
-    Raises NotJudgedError if the script cannot be found, fails by itself, or trains nothing, and
-    NotObservedError, which is one, too, if prove itself fails.
+    Raises NotJudgedError if the script cannot be found, fails by itself, or trains nothing, and its
+    subclass NotObservedError if prove itself fails.
     """
     with tempfile.TemporaryDirectory(prefix="prove-") as folder:
         file = Path(folder, "rows.json")
@@ -55,7 +59,7 @@ def check(command: list[str], *options: str, strict: bool = False) -> Result:
     if written["error"]:
         kind = NotObservedError if ended.returncode == OWN_ERROR else NotJudgedError
         raise kind(written["error"])
-    from prove.checks import SENTENCES  # it imports torch, which the run above did by itself
+    from prove.checks import SENTENCES  # imports torch, which a failed run above never needs
 
     rows = [ReportRow.from_json(row, SENTENCES) for row in written["rows"]]
     return Result(rows, written["unproven"], strict)

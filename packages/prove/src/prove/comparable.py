@@ -1,8 +1,8 @@
-"""How are two tensors compared, whatever their dtype and layout? As flat real numbers in float64.
+"""Turn a tensor of any dtype and layout into real numbers in float64, so that two can be compared.
 
 A complex number becomes two of them, a sparse tensor is filled up with its zeros, a quantized one
 gets the values it stands for, and a part of a tensor that is divided between the ranks becomes the
-whole. What is of no kind that is known here has no numbers, and `NotComparableError` names it.
+whole. For a tensor of any other kind, `NotComparableError` names the kind.
 """
 
 import torch
@@ -14,7 +14,7 @@ class NotComparableError(Exception):
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Put a tensor together that is divided between the ranks, all of which must call this."""
+    """Gather a tensor that is divided between the ranks; all of them must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -46,12 +46,12 @@ def comparable(tensor: Tensor) -> Tensor:
         return tensor.reshape(-1).to(torch.float64)
     except NotComparableError:
         raise
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):  # what this kind lacks
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):  # no such operation
         raise NotComparableError(kind_of(tensor)) from None
 
 
 def precision(dtype: torch.dtype) -> float:
-    """The spacing of a dtype's numbers near 1; 0 for integers."""
+    """Return the spacing of a dtype's numbers near 1; 0 for integers."""
     return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
 
 

@@ -1,6 +1,6 @@
-"""One rank computes something else than all ranks: is that a mistake of the script?
+"""If one rank computes something else than all ranks, is that a mistake of the script?
 
-More runs find out: a control (do the ranks reproduce themselves?), and runs in which all ranks
+More runs answer this: a control (do the ranks reproduce themselves?), and runs in which all ranks
 follow the decisions of rank 0, or all samples get one draw.
 """
 
@@ -27,9 +27,9 @@ from prove.runs import Runs
 
 
 class Controls:
-    """Makes the runs without which a difference is not WRONG.
+    """Makes the control runs that must exclude other causes before a difference is WRONG.
 
-    What one rank could not be given is no mistake of the script either.
+    Data or draws that could not be passed to the one-rank replay never count as a mistake.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class Controls:
         compared: list[Comparison],
         rows: list[ReportRow],
     ) -> None:
-        """Begin with the usual replay; rows: what is known without it."""
+        """Begin with the usual replay; `rows` are those that did not need a replay."""
         self.runs, self.command, self.rows = runs, command, rows
         self.replayed, self.compared = replayed, compared  # the usual replay, or a later one
-        self.variant = ReplayVariant.USUAL  # which says what this replay was given
+        self.variant = ReplayVariant.USUAL  # how self.replayed was made
         self.batch_decisions = replayed.batch_decisions
         self.at = compared[0].facts.get("at", "?")
 
@@ -74,7 +74,7 @@ class Controls:
     def use_replay(
         self, variant: ReplayVariant, replayed: Replay, compared: list[Comparison]
     ) -> list[Comparison] | None:
-        """Let this replay count from now on; None if it differs, too."""
+        """Use this replay from now on; return its comparisons, or None if it differs, too."""
         self.variant, self.replayed, self.compared = variant, replayed, compared
         return compared if worst(compared) != Outcome.DIFFERENT else None
 
@@ -88,7 +88,7 @@ class Controls:
         return self.use_replay(ReplayVariant.RANK_0_DECIDES, *found)
 
     def with_batchnorm_in_blocks(self) -> list[Comparison] | None:
-        """Try the other order of rows, where BatchNorm gets several of each sample."""
+        """Try the other order of rows if BatchNorm gets several rows of each sample."""
         if Flag.BATCHNORM_ROWS_GUESSED not in self.replayed.replayed.flags:
             return None
         blocks = self.runs.replay(Mode.REPLAY, self.command, ReplayVariant.BLOCKS)
@@ -99,14 +99,14 @@ class Controls:
         return compared
 
     def explained_by_other_rows(self) -> list[Comparison] | None:
-        """Give no verdict where a row above explains each difference."""
+        """Give no verdict if a row of an earlier check explains each difference."""
         different = [each for each in self.compared if each.outcome == Outcome.DIFFERENT]
         if not all(is_explained(each.facts.get("step", 1), self.rows) for each in different):
             return None
         return self.no_verdict(ReplayReason.AS_ABOVE)
 
     def in_a_later_epoch(self) -> list[Comparison] | None:
-        """Give no verdict where a later epoch differs and one rank lacks what came before it."""
+        """Give no verdict if only a later epoch differs and one rank lacks what came before it."""
         epochs = [
             int(each.facts.get("epoch", 0))
             for each in self.compared
@@ -118,9 +118,9 @@ class Controls:
         return self.no_verdict(ReplayReason.LATER_EPOCH, number=min(epochs) + 1, why=why)
 
     def without_unsure_draws(self) -> list[Comparison] | None:
-        """Try without dropout, if one rank was not given all draws: perhaps only dropout drew them.
+        """Try without dropout if one rank could not be given all draws: perhaps dropout drew them.
 
-        Where the ranks draw for other shares of their samples, such a run would not show it.
+        If the ranks draw for different shares of their samples, this run would not show it.
         """
         unsure = replay_checks.unsure_draws(self.replayed)
         if unsure is None:
@@ -134,7 +134,7 @@ class Controls:
         return self.use_replay(ReplayVariant.NO_DROPOUT, *found)
 
     def without_loader(self) -> list[Comparison] | None:
-        """Give no verdict where a loop without a loader could not be given its data."""
+        """Give no verdict if a loop without a loader could not be given its data."""
         observed = self.replayed.observed
         has_batches = any(each.step_count for each in observed.loader_passes)
         if has_batches:
@@ -160,7 +160,7 @@ class Controls:
         return self.no_verdict(ReplayReason.EQUAL_WITH_ONE_DRAW, **facts)
 
     def with_rows_in_blocks(self) -> list[Comparison] | None:
-        """Try the other order, where a sample has several draws and the order is unknown.
+        """Try the other order of draws if each sample has several and their order is unknown.
 
         Only the right order makes all gradients equal.
         """
@@ -178,7 +178,7 @@ class Controls:
     def with_draws(
         self, variant: ReplayVariant, draws: dict
     ) -> tuple[Replay, list[Comparison]] | None:
-        """Run all ranks and one rank with these draws; None if that fails."""
+        """Run all ranks and one rank with these draws; return None if that fails."""
         torch.save(draws, forced_file(self.runs.settings.folder, variant))
         replayed = self.runs.replay_of_control(self.command, variant)
         if replayed is None or replay_checks.why_not_replayed(replayed):
@@ -186,7 +186,7 @@ class Controls:
         return replayed, comparisons(replayed)
 
     def run_control(self) -> list[Comparison] | None:
-        """Run the same ranks, fed their own records; None if they reproduce themselves."""
+        """Run the same ranks with their own records; return None if they reproduce themselves."""
         outcome = self.runs.run_all_ranks(ReplayVariant.USUAL)
         observed = self.runs.observed.records
         reproduced = replay_checks.reproduction(observed, outcome.records)
@@ -200,7 +200,7 @@ class Controls:
         return self.no_verdict(ReplayReason.NOT_REPRODUCED, **facts)
 
     def sum_or_mistake(self, comparison: Comparison) -> Comparison:
-        """Is a factor of 1/N no mistake, because the script sums its loss over the local batch?"""
+        """Accept a factor of 1/N if the script sums its loss over the local batch."""
         if comparison.reason != ReplayReason.ONE_NTH:
             return comparison
         sequence = self.runs.replay(Mode.SEQUENCE, self.command)
@@ -210,12 +210,12 @@ class Controls:
 
 
 def places_of(draws: dict) -> list[str]:
-    """List the places in the script of draws that are given by their keys."""
+    """List the source lines of these draws, each once."""
     return list(dict.fromkeys(key.at for key in draws))
 
 
 def is_explained(step: int, rows: list[ReportRow]) -> bool:
-    """Does a row above, which begins no later than this step, explain a difference in it?"""
+    """Does a row of an earlier check explain a difference that begins in this step?"""
     for row in rows:
         begin = row.facts.get("step", 0)
         if row.check == weights.NAME and row.verdict == WRONG and begin < step:

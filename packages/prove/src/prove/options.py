@@ -1,4 +1,4 @@
-"""What can stand between `python -m prove` and the command that is to be proven?"""
+"""The options between `python -m prove` and the command that is to be proven."""
 
 from argparse import REMAINDER, ArgumentParser, Namespace
 from pathlib import Path

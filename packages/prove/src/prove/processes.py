@@ -1,6 +1,6 @@
-"""Does the user's command come to its end, or does it hang? It is started, watched and waited for.
+"""Start the user's command, watch it, and wait until it ends or hangs.
 
-Where the command is torchrun, the ranks are forked from this process, which has imported torch
+If the command is torchrun, the ranks are forked from this process, which has imported torch
 already; the whole proof then takes no longer than starting the script by itself. Any other command
 is started as it is, and finds `hooks/sitecustomize.py` on its path.
 """
@@ -34,24 +34,24 @@ from prove.rank_record import (
 
 ONE_RANK_MODES = (Mode.REPLAY, Mode.WHOLE, Mode.SEQUENCE, Mode.ORIGINAL)
 HOOKS = Path(__file__).parent / "hooks"
-RANK, WORLD_SIZE = "{rank}", "{world_size}"  # in a command that each rank gets with its numbers
-WARNING_FILTERS = warnings.filters[:]  # of a script: ours are quieter
-REPLACED_STREAMS: list[Any] = []  # kept alive: one that owns descriptor 1 closes it when it goes
-SECONDS_UNTIL_SURE = 1.5  # without progress it is a hang, if the ranks wait for different things
-BEATS_OF_A_LIVE_RANK = 4  # a rank that has written less often since its last event may be slow
-SECONDS_AFTER_FAILURE = 3.0  # that the other ranks get when one has failed
+RANK, WORLD_SIZE = "{rank}", "{world_size}"  # in a command that starts each rank by itself
+WARNING_FILTERS = warnings.filters[:]  # the usual filters, for the script: prove changes its own
+REPLACED_STREAMS: list[Any] = []  # kept alive: a collected stream would close its descriptor
+SECONDS_UNTIL_SURE = 1.5  # ranks that wait for different things hang after this time
+BEATS_OF_A_LIVE_RANK = 4  # with fewer beats since the last progress, a rank may only be slow
+SECONDS_AFTER_FAILURE = 3.0  # time for the other ranks to end after one has failed
 
 
 class Torchrun(NamedTuple):
     """A torchrun for one node, whose ranks we can start ourselves."""
 
     world_size: int
-    script: list[str]  # with its arguments
+    script: list[str]  # path and arguments
     sets_variables: bool = True  # False: each rank is told its number by an argument
 
 
 def names_ranks(command: list[str]) -> bool:
-    """Does each rank have a command of its own: python train.py --rank {rank} ...?"""
+    """Does the command start a single rank, as python train.py --rank {rank} ... does?"""
     is_python = (
         len(command) > 1 and "python" in Path(command[0]).name and command[1].endswith(".py")
     )
@@ -63,7 +63,7 @@ def with_numbers(command: list[str], rank: int, world_size: int) -> list[str]:
 
 
 def as_torchrun(command: list[str]) -> Torchrun | None:
-    """Read a command whose ranks we can start ourselves; None: it is another one."""
+    """Read a command whose ranks prove can fork itself; return None for any other command."""
     arguments = command[1:]
     if names_ranks(command):
         return Torchrun(2, arguments, sets_variables=False)
@@ -81,7 +81,7 @@ def as_torchrun(command: list[str]) -> Torchrun | None:
 
 
 def listener_on_a_free_port() -> socket.socket:
-    """Listen on a free port, and so keep it: another program might take one only looked up."""
+    """Listen on a free port to keep it: another program could take a port that is only known."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
@@ -89,21 +89,21 @@ def listener_on_a_free_port() -> socket.socket:
 
 
 def preload() -> None:
-    """Import here what each rank would import: torch, and what its optimizers import."""
+    """Import torch and its optimizers once, before ranks are forked from this process."""
     import torch
     import torch._dynamo
     import torch.distributed
     import torch.utils.data
 
-    from prove.watch import observe  # noqa: F401  with all watchers, which install() starts
+    from prove.watch import observe  # noqa: F401  imports all watchers
 
     torch.set_num_threads(1)  # a process with a pool of threads must not fork
 
 
 def hook_variables(environment: Mapping[str, str], folder: Path, module: str) -> dict[str, str]:
-    """Variables that make each process of a command watch itself.
+    """Return variables that make each process of a command watch itself.
 
-    When it has imported torch, it calls install() of this module in this folder.
+    After it has imported torch, each process calls install() of `module` in `folder`.
     """
     paths = [str(HOOKS), environment.get("PYTHONPATH", "")]
     path = os.pathsep.join(filter(None, paths))
@@ -148,7 +148,7 @@ def become_rank(command: list[str], environment: dict[str, str], log: Path) -> N
             this_run.write_failure(error)
             traceback.print_exc()
         this_run.write(Ended.AT_ITS_END if status == 0 else Ended.WITH_ERROR)
-    except BaseException:  # our own mistake, about which end_process would say nothing
+    except BaseException:  # a bug in prove, which end_process would not print
         traceback.print_exc()
         status = 1
     finally:
@@ -156,14 +156,14 @@ def become_rank(command: list[str], environment: dict[str, str], log: Path) -> N
 
 
 class SpareProcess:
-    """A Python of its own, which imports torch meanwhile and then becomes rank 1 of one run.
+    """A separate Python process that imports torch in advance and then becomes rank 1 of one run.
 
-    Forked ranks hash strings alike, and those of torchrun do not. Only this rank, which does not
-    either, shows that a script's data depend on hash() or on the order of a set.
+    Forked ranks share one seed for hashing strings, but under torchrun each rank has its own. This
+    rank has its own, too, so it shows if data depend on hash() or on the order of a set.
     """
 
     def __init__(self) -> None:
-        # Ctrl-C is for this process, which ends the spare one.
+        # Ctrl-C reaches both processes; only the main one acts on it, and ends this one.
         code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         code += "from prove import processes; processes.become_what_is_asked_for()"
         self.process: subprocess.Popen | None = subprocess.Popen(
@@ -232,7 +232,7 @@ class Processes:
         for rank in range(world_size):
             own, script = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common}, torchrun.script
             if not torchrun.sets_variables:
-                # It may spawn its rank: mp.spawn(main, nprocs=args.gpus), once for each node.
+                # The script may spawn its rank, once per node: mp.spawn(main, nprocs=args.gpus).
                 own = hook_variables(environment, HOOKS.parents[1], "prove.watch.observe")
                 script = with_numbers(script, rank, world_size)
             if rank == 1 and self.spare is not None and self.spare.process is not None:
@@ -245,7 +245,7 @@ class Processes:
             self.alive.append(pid)
         from torch.distributed import TCPStore
 
-        # As torchrun does: if rank 0 held the store, its end would break the others.
+        # The store lives here, as in torchrun: if rank 0 held it, its end would break the others.
         self.store = TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False,
             master_listen_fd=listener.detach(),
@@ -261,11 +261,11 @@ class Processes:
                     self.failed_at = time.monotonic()
         others_wait = self.failed_at and self.alive
         if others_wait and time.monotonic() - self.failed_at > SECONDS_AFTER_FAILURE:
-            self.end([])  # as torchrun does when a rank has failed
+            self.end([])  # torchrun, too, ends all ranks when one has failed
         return bool(self.alive)
 
     def end(self, more: list[int]) -> None:
-        """End all processes of this run, and what they have started."""
+        """Kill all processes of this run and their children."""
         for pid in [*self.all, *more]:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
@@ -286,7 +286,7 @@ def is_loading(rank: RankRecord) -> bool:
 
 
 def wait_for_different_things(records: list[RankRecord]) -> bool:
-    """Do all ranks wait, or have ended, in a way that no message can come any more?"""
+    """Do all ranks wait or have ended, for different things, so that no message can come?"""
     if (
         len(records) < 2
         or len(records) < records[0].world_size
@@ -294,7 +294,7 @@ def wait_for_different_things(records: list[RankRecord]) -> bool:
         or any(rank.progress.waits_in for rank in records)  # a message may still be on its way
     ):
         return False
-    places: set[tuple[int, str]] = set()  # the number and name of each rank's last collective
+    places: set[tuple[int, str]] = set()  # number and name of each rank's collective
     for rank in records:
         if rank.progress.collective:
             places.add((len(rank.collectives), rank.progress.collective.name))
@@ -304,12 +304,12 @@ def wait_for_different_things(records: list[RankRecord]) -> bool:
 
 
 class ProgressWatch:
-    """Tells how long ago the ranks made their last progress."""
+    """Measures how long ago the ranks made their last progress."""
 
     def __init__(self) -> None:
         self.last: list[tuple] = []
         self.since = time.monotonic()
-        self.beats: dict[int, int] = {}  # how often each rank had written its record by then
+        self.beats: dict[int, int] = {}  # beats of each rank at its last progress
 
     def seconds_without(self, records: list[RankRecord]) -> float:
         now = [
@@ -335,7 +335,7 @@ def run_command(
 ) -> RunOutcome:
     """Start a command, wait until all ranks have ended or hang, and read what they wrote.
 
-    After most_seconds, it is ended as if it had ended well. spare becomes one of the ranks.
+    After most_seconds, the command is ended as if it had ended well. spare becomes rank 1.
     """
     began = time.monotonic()
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PROVE": json.dumps(asdict(settings))}
@@ -356,7 +356,7 @@ def run_command(
                 continue
             next_look = time.monotonic() + SECONDS_PER_BEAT
             records = read_records(settings.folder, settings.name)
-            # Before the ranks meet, and while one loads, downloads and workers may take long.
+            # Before ranks meet, and while one loads data, downloads and workers may take long.
             limit = timeout if records and not any(map(is_loading, records)) else 10 * timeout
             if wait_for_different_things(records):
                 limit = SECONDS_UNTIL_SURE

@@ -1,7 +1,7 @@
 """One proof, from the first run to the rows of the table.
 
-All ranks are observed once, and one rank replays what they got. Only where the two differ, Controls
-make more runs.
+All ranks are observed once, and one rank replays their batches. Controls makes more runs only if
+the two differ.
 """
 
 import shlex
@@ -45,10 +45,10 @@ from prove.watch.process_io import restore_files
 
 
 class Prover:
-    """Which runs are needed, and what they say."""
+    """Makes the runs that a proof needs, and fills the table."""
 
     def __init__(self, runs: Runs, rows: list[ReportRow]) -> None:
-        """rows: of the table, to which each verdict is added as soon as it is known."""
+        """Append each verdict to `rows`, the table, as soon as it is known."""
         self.runs, self.args, self.rows = runs, runs.args, rows
 
     @property
@@ -82,6 +82,10 @@ class Prover:
             raise NotJudgedError("no optimizer step was made, and no model was called")
 
     def judge(self) -> None:
+        """Make the whole proof and add its rows to the table.
+
+        A run that hangs or fails, or makes no step, ends the proof early with a row that says so.
+        """
         self.runs.observe()
         self.check_that_something_was_seen()
         observed, records, rows = self.observed, self.observed.records, self.rows
@@ -116,6 +120,7 @@ class Prover:
         rows += self.original_rows(rows)
 
     def original_rows(self, rows: list[ReportRow]) -> list[ReportRow]:
+        """Compare with the original script for one GPU, which --original names."""
         if not self.args.original:
             return []
         replayed = self.runs.replay(Mode.ORIGINAL, shlex.split(self.args.original))
@@ -136,7 +141,7 @@ class Prover:
         return result + original_epoch_rows(records, original)
 
     def why_no_replay(self, command: list[str] | None) -> Comparison | None:
-        """Say why one rank cannot compute from the batches of all; None if it can."""
+        """Say why one rank cannot replay the batches of all; return None if it can."""
         records = self.observed.records
         if len(records) == 1:
             return not_compared(ReplayReason.ONLY_ONE_RANK)
@@ -152,7 +157,7 @@ class Prover:
         return None
 
     def one_rank_rows(self, rows: list[ReportRow]) -> list[ReportRow]:
-        """What one rank computes from the batches of all; rows: what is known without it."""
+        """Compare with one rank that replays all batches; `rows` are those without a replay."""
         command = command_of_one_rank(self.args)
         obstacle = self.why_no_replay(command)
         if command is None or obstacle:
@@ -177,7 +182,7 @@ class Prover:
         return result + replay_checks.batchnorm_rows(replayed, whole_batch_replay)
 
     def number_rows(self, replayed: Replay, variant: ReplayVariant) -> list[ReportRow]:
-        """What is printed; the control tells results from times."""
+        """Compare the printed numbers; a control run tells results from times."""
         if not printed_numbers.need_control(replayed):
             return printed_numbers.printed_rows(replayed)
         control = self.runs.run_all_ranks(variant)
@@ -185,15 +190,17 @@ class Prover:
 
 
 def trains_one_model(seen: Seen) -> bool:
-    """Do all ranks train one model, which each of them holds as a whole?"""
+    """Do all ranks train one model, and does each of them hold all of it?"""
     if len(seen.records) == 1 or seen.rows_of(zero_gradients.CHECK):
         return False
     return not seen.model_is_divided()
 
 
 def steps_of_all_ranks(records: list[RankRecord]) -> list[RankRecord]:
-    """Under Join, a rank without a batch makes no step, and gets the weights later: compare only
-    the steps before the first rank is done."""
+    """Under Join, keep only the steps before the first rank runs out of batches.
+
+    From then on, that rank makes no steps and gets the weights only later.
+    """
     passes = [[each for each in rank.loader_passes if each.step_count] for rank in records]
     if Flag.JOINS not in records[0].flags or not all(passes):
         return records
@@ -232,9 +239,13 @@ def prove(
     spare: processes.SpareProcess | None = None,
     rows: list[ReportRow] | None = None,
 ) -> list[ReportRow]:
-    """The rows of the table. spare: becomes one of the ranks. rows: gets them as they are known.
+    """Run the whole proof and return its table.
 
-    Raises NotJudgedError: there is none. NotObservedError: prove cannot watch this script.
+    spare: a process that imports torch in advance, and then becomes rank 1.
+    rows: a list to which each row is added as soon as it is known.
+
+    Raises NotJudgedError if nothing can be judged, and NotObservedError if prove cannot watch this
+    script.
     """
     rows = [] if rows is None else rows
     folder = tempfile.mkdtemp(prefix="prove-")
@@ -243,4 +254,4 @@ def prove(
         return rows
     finally:
         restore_files(Path(folder))
-        shutil.rmtree(folder, ignore_errors=True)  # a rank that was ended may still write
+        shutil.rmtree(folder, ignore_errors=True)  # a rank that was just killed may still write

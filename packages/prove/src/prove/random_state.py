@@ -1,4 +1,4 @@
-"""Which random numbers may a script draw? Those of three generators: torch's, random's, numpy's."""
+"""Read, seed and restore the three generators of a script: torch's, random's and numpy's."""
 
 import ctypes
 import random
@@ -15,7 +15,7 @@ GENERATORS = ("torch", "random", "numpy")
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The memory of a contiguous tensor on the CPU, also where numpy is not installed."""
+    """Return the memory of a contiguous CPU tensor, without needing numpy."""
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
@@ -77,7 +77,7 @@ def seed_all(number: int, seed_torch: Callable = torch.manual_seed) -> None:
 def with_seed(number: int) -> Iterator[None]:
     """Seed all generators for a while; the user's numbers stay what they would have been."""
     states = all_states()
-    # torch.manual_seed would seed GPUs as well.
+    # torch.manual_seed would seed the GPUs as well.
     seed_all(number, torch.default_generator.manual_seed)
     try:
         yield

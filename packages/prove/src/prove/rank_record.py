@@ -1,7 +1,7 @@
-"""What does each rank write down? These records are all that the judges know about a run.
+"""The record that each rank writes: all that the judges know about a run.
 
-A tensor is written down as two numbers, its Projection: see model_tensors.project. `at` is always a
-place in the user's code, such as train.py:73. `steps_before` is the number of steps made by then.
+A tensor is stored as two numbers, its Projection: see model_tensors.project. `at` is always a line
+of the user's code, such as train.py:73. `steps_before` counts the optimizer steps made until then.
 """
 
 import os
@@ -21,12 +21,12 @@ class StrEnum(str, Enum):
 
 
 class Mode(StrEnum):
-    """Who runs: all ranks are observed once, and one rank then replays their batches."""
+    """The purpose of a run: all ranks are observed once, then one rank replays their batches."""
 
     OBSERVE = "observe"
     REPLAY = "replay"  # sample 0 of each rank, sample 1 of each rank, ...: one large batch
-    WHOLE = "whole"  # the same, but BatchNorm normalizes the whole batch, not the rows of a rank
-    SEQUENCE = "sequence"  # the batches of the ranks one after another: accumulation was divided
+    WHOLE = "whole"  # as REPLAY, but BatchNorm normalizes the whole batch, not each rank's rows
+    SEQUENCE = "sequence"  # one rank takes the batches one after another, for divided accumulation
     ORIGINAL = "original"  # as REPLAY, in the script for one GPU
     CONTROL = "control"  # all ranks, each fed its own records: do they reproduce themselves?
     BARE = "bare"  # all ranks, not observed: does the script fail by itself?
@@ -37,20 +37,20 @@ class ReplayVariant(StrEnum):
 
     USUAL = ""
     RANK_0_DECIDES = (
-        "-rank-0-decides"  # what each rank decides for its whole batch, rank 0 decides for all
+        "-rank-0-decides"  # decisions for a whole batch are taken from rank 0 on all ranks
     )
-    ONE_DRAW = "-one-draw"  # all samples of a batch get one and the same draw
+    ONE_DRAW = "-one-draw"  # all samples of a batch share one draw
     NO_DROPOUT = "-no-dropout"
-    LONGER = "-longer"  # the observed run, to where the shortest epoch of a rank ends
-    BLOCKS = "-blocks"  # several rows of a sample lie in blocks: see batches.owners_of_rows
+    LONGER = "-longer"  # observes one batch more than the shortest epoch of a rank has
+    BLOCKS = "-blocks"  # rows lie as (view, sample), not (sample, view): see batches.owners_of_rows
 
 
 class Ended(StrEnum):
     """How the run of a rank ended."""
 
-    NOT_YET = "not yet"  # or it was killed
+    NOT_YET = "not yet"  # the rank still runs, or was killed
     AT_ITS_END = "at the end of the script"
-    WHEN_SEEN = "when enough was seen"  # we have ended it
+    WHEN_SEEN = "when enough was seen"  # prove ended the rank
     WITH_ERROR = "with an error"
 
     @property
@@ -59,10 +59,10 @@ class Ended(StrEnum):
 
 
 class Finding(StrEnum):
-    """What a replay found out about the draws at one place."""
+    """A replay's finding about the random draws of one line."""
 
     BY_SAMPLE = "one for each sample"
-    SEVERAL = "several for each sample"  # one after another, or in blocks
+    SEVERAL = "several for each sample"  # adjacent per sample, or in blocks
     COMMON = "the same on all ranks"
     DECISION = "each rank decides for its whole batch"
     SAME_NOISE = "all ranks draw the same numbers for their samples"
@@ -75,16 +75,16 @@ class Finding(StrEnum):
 
 
 class DataFinding(StrEnum):
-    """What one rank got where data meet gradients, if the script has no DataLoader."""
+    """How the replay could pass data to one rank, if the script has no DataLoader."""
 
     GIVEN = "what all ranks had, from the script itself"
-    LATE = "what all ranks had, but the script has computed with its own before"
-    LATE_INPUT = "the same, for what goes into the model"
+    LATE = "the merged data arrived after the script had already used its own"
+    LATE_INPUT = "merged model inputs arrived after the script had already used its own"
     OTHER = "one rank computes something else from the rows of all"
-    NOT_GIVEN = "it cannot be merged"
-    LOCAL_NUMBER = "a number as that of the samples of one rank"
+    NOT_GIVEN = "the ranks' data cannot be merged"
+    LOCAL_NUMBER = "a number that looks like one rank's sample count"
     CHANGED = "another number than on all ranks"
-    STATISTIC = "a mean or the like that differs between the ranks is in it"
+    STATISTIC = "the data contain a statistic, such as a mean, that differs between the ranks"
     TOO_MANY = "too many to keep"
 
 
@@ -92,45 +92,45 @@ class Flag(Enum):
     """A fact about a run that needs no more than the place where it was first seen."""
 
     CLIPS = auto()
-    CLIPS_SCALED = auto()  # it clips gradients that still carry the loss scale
-    GATHERS_FOR_METRICS = auto()  # with Accelerate, which drops samples that padding repeats
-    HAS_GROUPS = auto()  # it makes process groups of some ranks
-    REDUCES_WITHOUT_BACKWARD = auto()  # it sums what has a gradient, before the first step
-    JOINS = auto()  # it uses DDP's join, for unequal numbers of batches
+    CLIPS_SCALED = auto()  # the script clips gradients that still carry the loss scale
+    GATHERS_FOR_METRICS = auto()  # by Accelerate, which drops the samples that padding repeats
+    HAS_GROUPS = auto()  # the script makes process groups of some ranks
+    REDUCES_WITHOUT_BACKWARD = auto()  # the script sums a tensor with a gradient before step 1
+    JOINS = auto()  # the script uses DDP's join for unequal numbers of batches
     MODEL_IS_DIVIDED = auto()
     ENDS_WITH_OTHERS = auto()  # this rank ends because another one had seen enough
     STOP_TOGETHER = auto()  # the ranks stop where the first of them has no batch left
     USES_AUTOCAST = auto()
     MODEL_RETURNS_LOSS = auto()
-    ASKED_FOR_LENGTH = auto()  # of a loader, before its first batch
+    ASKED_FOR_LENGTH = auto()  # the script called len(loader) before the first batch
     BATCHNORM_ROWS_UNKNOWN = auto()  # nobody knows which row came from which rank
-    BATCHNORM_ROWS_GUESSED = auto()  # a sample has several: one after another, or in blocks
+    BATCHNORM_ROWS_GUESSED = auto()  # samples have several rows, in an order that is only assumed
 
 
-SECONDS_PER_BEAT = 0.2  # the record is written again, and read again
-MOST_COLLECTIVES = 4000  # more are not written down
-EVALUATION_FACTOR = 4  # an evaluation gets so many times the batches of a training epoch
+SECONDS_PER_BEAT = 0.2  # interval at which ranks write and prove reads the records
+MOST_COLLECTIVES = 4000  # further calls are not recorded
+EVALUATION_FACTOR = 4  # an evaluation gets this many times the --batches of training
 
 Part = TypeVar("Part")
-Projection = tuple[float, float]  # the product of a tensor with a fixed vector, and its norm
+Projection = tuple[float, float]  # inner product of a tensor with a fixed vector, and the norm
 
 
 @dataclass
 class Settings:
-    """What a run is told by the process that starts it."""
+    """Settings that the starting process passes to each rank of a run."""
 
     folder: str  # where the ranks write
     mode: Mode
     float64: bool
     cpu: bool  # GPU calls become CPU calls
-    batches: int  # that each loader gives in an epoch
-    gpus: int  # that the script sees with `cpu`
-    world_size: int  # ranks of the observed run, once that is known
-    rows_are_split: bool = False  # all ranks load the same batches, and each takes its rows
+    batches: int  # limit per loader and epoch
+    gpus: int  # number of GPUs that the script sees with `cpu`
+    world_size: int  # ranks of the observed run, known after it
+    rows_are_split: bool = False  # all ranks load the same batches, and each uses its own rows
     variant: ReplayVariant = ReplayVariant.USUAL
-    dropout: bool = True  # False: switched off, because its masks cannot be recorded
-    watches_operations: bool = True  # False: nothing is changed in the script's torch
-    shares_out_cores: bool = False  # what one rank computes alone gets the threads of all
+    dropout: bool = True  # False switches dropout off, because its masks cannot be recorded
+    watches_operations: bool = True  # False leaves the operations of the script's torch unchanged
+    shares_out_cores: bool = False  # a run of one rank gets the threads of all ranks
 
     def __post_init__(self) -> None:
         """Turn the strings of JSON into enums."""
@@ -138,11 +138,11 @@ class Settings:
 
     @property
     def name(self) -> str:
-        """The name of this run, with which its files begin."""
+        """Name this run; its files begin with this name."""
         return self.mode + self.variant
 
 
-# Functions that DDP itself calls to reach the other ranks, and how we name them.
+# Functions by which DDP itself reaches the other ranks, with the names that the report prints.
 DDP_CALLS = {
     "_broadcast_coalesced": "DDP's broadcast",
     "_verify_params_across_processes": "DDP's comparison of parameters",
@@ -152,8 +152,8 @@ DDP_CALLS = {
 class Collective(NamedTuple):
     name: str
     at: str
-    batchnorm: str = ""  # the class of the BatchNorm layer that calls it, if one does
-    library: str = ""  # "torch" if a part of torch calls it, such as fully_shard
+    batchnorm: str = ""  # class of the BatchNorm layer that made the call, if any
+    library: str = ""  # "torch" if a part of torch made the call, such as fully_shard
 
     @property
     def is_of_ddp(self) -> bool:
@@ -164,15 +164,15 @@ class Collective(NamedTuple):
 class RankProgress:
     """Shows whether a rank is alive, and what it waits for."""
 
-    events: int = 0  # a run whose ranks have no new events may hang
+    events: int = 0  # counts events: if no rank has new ones, the run may hang
     beats: int = 0  # how often the record was written
-    collective: Collective | None = None  # the one that the rank is in now
+    collective: Collective | None = None  # the collective that the rank is in now
     waits_in: Collective | None = None  # another call that may wait for a rank: recv, a store
     in_backward: bool = False
     at: str = ""
     cpu_seconds: float = 0.0
-    in_ddp: bool = False  # in DDP's own code: its forward may wait for the other ranks, too
-    is_loading: bool = False  # it waits for data or for an import, and not for a rank
+    in_ddp: bool = False  # the rank is in DDP's own code, where forward may wait for others
+    is_loading: bool = False  # the rank waits for data or an import, not for another rank
 
 
 @dataclass
@@ -186,36 +186,37 @@ class LoaderPass:
     shuffle: bool | None
     workers: int
     batch_size: int | None
-    most_batches: int  # --batches
-    dataset_number: int  # on this rank
-    dataset_length: int | None  # of the data set below all Subsets
-    fingerprint: list[list[int]]  # of three samples, checksums of the first tensor and all fields
-    is_stream: bool  # an IterableDataset
-    with_gradients: bool  # gradients were enabled when it began
-    batches_and_samples: tuple[int, int] | None  # in the whole pass, which we cut short
+    most_batches: int  # limit by --batches
+    dataset_number: int  # counts the data sets of this rank
+    dataset_length: int | None  # number of samples below all Subsets
+    fingerprint: list[list[int]]  # for three samples: checksums of first tensor and fields
+    is_stream: bool  # the data set is an IterableDataset
+    with_gradients: bool  # gradients were enabled when the pass began
+    batches_and_samples: tuple[int, int] | None  # numbers of the uncut pass
     steps_before: int
     collectives_before: int
     backwards_before: int
-    generators: list[int]  # digests of their states when the pass began
-    base_seed: int | None = None  # that the workers were given
-    drew: list[bool] = field(default_factory=lambda: [False] * 3)  # each generator, while loading
-    workers_drew: bool = False  # its workers have drawn random numbers, or may have
+    generators: list[int]  # digests of the generators' states when the pass began
+    base_seed: int | None = None  # base seed that the workers were given
+    # For torch, random and numpy: did loading draw from this generator?
+    drew: list[bool] = field(default_factory=lambda: [False] * 3)
+    workers_drew: bool = False  # loader workers drew random numbers, or may have
     batches_given: int = 0
-    epoch: int = 0  # how many passes over this data set made steps before this one
-    ended: bool = False  # it came to the end of its data
+    epoch: int = 0  # number of earlier passes over this data set that made steps
+    ended: bool = False  # the pass reached the end of its data
     step_count: int = 0
     backwards: int = 0
-    accumulates: bool = False  # several of its batches make one step
-    batches_per_step: int = 0  # batches up to its first step; 0: not known
+    accumulates: bool = False  # several batches make one step
+    batches_per_step: int = 0  # batches before the first step; 0 if unknown
     contents: list[list[int]] = field(default_factory=list)  # checksums of samples, by batch
-    labels: list[int] = field(default_factory=list)  # checksums of all else in them; 0: nothing
-    sizes: list[int] = field(default_factory=list)  # how many samples each batch has
-    batches_listed: int | None = None  # how many the sampler has listed
-    samples_file: str = ""  # a file with the indices that the sampler has listed
-    replay_number: int | None = None  # among the passes whose batches are kept for a replay
+    labels: list[int] = field(default_factory=list)  # checksums of the rest, 0 if there is none
+    sizes: list[int] = field(default_factory=list)  # number of samples per batch
+    batches_listed: int | None = None  # number of batches that the sampler has listed
+    samples_file: str = ""  # path of a file with the sampler's indices
+    replay_number: int | None = None  # index among the passes that are kept for a replay
     indices: list[int] = field(default_factory=list)  # read from samples_file after the run
-    may_draw: set[int] | None = None  # the indices of a Subset, read with them
-    fields: list[str] = field(default_factory=list)  # names of a sample's fields, for fingerprint
+    may_draw: set[int] | None = None  # indices of a Subset, also read from samples_file
+    fields: list[str] = field(default_factory=list)  # names of the fields in fingerprint
 
     @property
     def checksums(self) -> list[int]:
@@ -223,7 +224,7 @@ class LoaderPass:
 
     @property
     def length(self) -> int:
-        """Batches of the whole pass, which we cut short; 0: not known."""
+        """Count the batches of the whole pass, had prove not cut it short; 0 if unknown."""
         return self.batches_listed or (self.batches_and_samples or (0, 0))[0]
 
     def ends_as_whole(self) -> bool:
@@ -238,25 +239,25 @@ class LoaderPass:
 
 @dataclass
 class OptimizerStep:
-    """The gradients that a step was given, and the weights before and after it."""
+    """One optimizer step: its gradients, and the weights before and after it."""
 
     at: str
-    batch: int  # its number in the pass, from 1 on
-    epoch: int  # its number, from 0 on
+    batch: int  # number in the pass, from 1 on
+    epoch: int  # number from 0 on
     batch_size: int | None
     learning_rates: list[float]  # one for each parameter group
     loss_scale: float
-    dtype: str  # that the gradients have
+    dtype: str  # dtype of the gradients
     weights_before: list[Projection]
     gradients: list[Projection | None]
-    local_gradients: list[float | None]  # projected, as backward gave them to this rank
-    has_old_gradient: bool  # the step before left it there: zero_grad was forgotten
-    weights_after: list[Projection] = field(default_factory=list)  # empty: step() did not end
+    local_gradients: list[float | None]  # projected, before any averaging
+    has_old_gradient: bool  # the last step's gradient was still there: no zero_grad
+    weights_after: list[Projection] = field(default_factory=list)  # empty if step() did not end
     exchanges_inside: int = 0  # calls in step() itself that reached other ranks
     momenta: list[float] = field(default_factory=list)  # momentum or betas of the parameter groups
-    # Parameters whose gradient had an imaginary part after backward, and has none any more.
+    # Indices of parameters whose gradient lost its imaginary part between backward and step().
     lost_imaginary: list[int] = field(default_factory=list)
-    # What the optimizer keeps for each parameter: written down if step() communicates.
+    # The optimizer's state of each parameter, recorded only if step() communicates.
     moments: list[dict[str, Projection]] = field(default_factory=list)
 
 
@@ -265,13 +266,13 @@ class OptimizerRecord:
     """An optimizer of one rank, or the steps that the script makes by hand."""
 
     at: str
-    is_adaptive: bool  # like Adam, it divides by small gradients
-    is_by_hand: bool = False  # no optimizer of torch: the script changes its parameters itself
-    compares_changes: bool = False  # there is no p.grad, so the changes of weights are compared
+    is_adaptive: bool  # divides by small gradients, as Adam does
+    is_by_hand: bool = False  # without a torch optimizer: the script updates its parameters
+    compares_changes: bool = False  # without p.grad, weight changes are compared
     steps: list[OptimizerStep] = field(default_factory=list)
     names: list[str] = field(default_factory=list)  # one for each parameter
-    keys: list[str] = field(default_factory=list)  # into RankRecord.weights; "": in no module
-    outside_ddp: list[int] = field(default_factory=list)  # the numbers of parameters outside DDP
+    keys: list[str] = field(default_factory=list)  # keys of RankRecord.weights; "" if in no module
+    outside_ddp: list[int] = field(default_factory=list)  # indices of parameters outside DDP
 
 
 @dataclass
@@ -281,11 +282,11 @@ class DDPRecord:
     at: str
     forwards: int = 0  # calls of DDP in training
     forwards_around: dict[str, int] = field(default_factory=dict)  # calls of ddp.module, by place
-    parameters: int = 0  # how many are trained
+    parameters: int = 0  # number of trained parameters
     in_no_optimizer: list[str] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)  # of its parameters, into RankRecord.weights
-    unfrozen: list[str] = field(default_factory=list)  # keys of those that no DDP averages
-    not_in_last_step: list[str] = field(default_factory=list)  # those that got no gradient in it
+    keys: list[str] = field(default_factory=list)  # keys of its parameters in RankRecord.weights
+    unfrozen: list[str] = field(default_factory=list)  # keys of parameters that no DDP averages
+    not_in_last_step: list[str] = field(default_factory=list)  # names without a gradient in it
     without_gradient: list[str] = field(default_factory=list)
 
 
@@ -296,7 +297,7 @@ class PrintedText(NamedTuple):
     at: str
     steps_before: int
     in_first_epoch: bool
-    on_terminal: bool = True  # else it goes to a file of the logging module only
+    on_terminal: bool = True  # False if it goes only to a log file
 
 
 class Backward(NamedTuple):
@@ -308,17 +309,17 @@ class Backward(NamedTuple):
 
 
 class LayerOutput(NamedTuple):
-    """What a layer gives in training before the first step."""
+    """The output of a layer in training, before the first step."""
 
     layer: str
     kind: str  # the class of the layer
-    rows: list[float]  # the product of each row with a fixed vector
+    rows: list[float]  # inner product of each row with a fixed vector
 
 
 class ModelCall(NamedTuple):
     """A call of a module by the script itself, in training."""
 
-    checksum: int  # of the first tensor that goes in
+    checksum: int  # checksum of the first input tensor
     rows: int
     batch: tuple[int, int]  # the pass and the number of the last batch
     batch_size: int | None
@@ -340,11 +341,11 @@ class ScheduleRecord:
     kind: str  # the class of the scheduler
     at: str  # where it was first stepped
     step_count: int = 0
-    batches: int = 0  # after how many of them it stepped
-    by_batch: bool = False  # it steps more than once per epoch
-    length: int | None = None  # steps after which its rate stays; None: not known, or never
+    batches: int = 0  # number of batches until its last step
+    by_batch: bool = False  # the script steps it more than once per epoch
+    length: int | None = None  # steps until its rate stays constant; None if unknown or never
     highest_rate: float = 0.0
-    total_steps: int = 0  # OneCycleLR refuses to make more; 0 for other classes
+    total_steps: int = 0  # OneCycleLR raises beyond this step; 0 for other classes
 
 
 class DrawKey(NamedTuple):
@@ -352,22 +353,22 @@ class DrawKey(NamedTuple):
 
     batch: tuple[int, int]  # the pass over a loader and the number of the batch
     at: str
-    name: str  # of the function that drew
-    number: int  # how many such calls came before it, at this place and in this batch
+    name: str  # name of the function that drew
+    number: int  # number of earlier calls of this function at this line in this batch
 
 
 class Draw(NamedTuple):
-    """What one call has drawn on one rank."""
+    """The value that one call has drawn on one rank."""
 
     value: Any
-    arguments: list  # the numbers with which it was called
+    arguments: list  # numbers among the arguments of the call
 
 
 class OneDraw(NamedTuple):
     """One draw that all samples of a batch get, so that their order cannot matter."""
 
-    dim: int  # along which the samples lie
-    row: Any  # a tensor, for each of them
+    dim: int  # dimension of the samples
+    row: Any  # the tensor that each sample gets
 
 
 CENTERED = "mean that was subtracted"
@@ -378,7 +379,7 @@ class Statistic(NamedTuple):
 
     name: str
     at: str
-    number: int  # how many such calls came before it, at this place
+    number: int  # number of earlier calls of this function at this line
     value: float
 
     @property
@@ -408,26 +409,26 @@ class RankRecord:
     rates_after_epochs: list[list[float]] = field(default_factory=list)
     dropout: dict[str, int] = field(default_factory=dict)  # by place: a digest of torch's generator
     batchnorm: dict[str, int] = field(default_factory=dict)  # by class: fewest values of a channel
-    flags: dict[Flag, str] = field(default_factory=dict)  # where each was first seen
+    flags: dict[Flag, str] = field(default_factory=dict)  # with the line where each was first seen
     loss_scale: float = 1.0
     exchange_precision: float = 0.0  # the spacing of numbers near 1 in what backward and step send
-    seed: int = 0  # with which its generators began
+    seed: int = 0  # initial seed of its generators
     why_not_kept: str = ""  # why a batch could not be kept for a replay
-    draws: dict[Finding, list[str]] = field(default_factory=dict)  # the places of each
-    own_batch_size: int | None = None  # that the replaying rank's script set; it gets larger ones
-    # By optimizer of the replaying rank: parameters of another shape than those observed.
+    draws: dict[Finding, list[str]] = field(default_factory=dict)  # source lines of each finding
+    own_batch_size: int | None = None  # set by the replaying rank's script
+    # Parameters whose shape differs from the observed one, by optimizer of the replaying rank.
     other_shapes: dict[int, list[tuple]] = field(default_factory=dict)
     schedules: list[ScheduleRecord] = field(default_factory=list)  # in the order of first steps
-    # By number of steps made: all parameters of the modules that are trained, by their keys, as
-    # they were when the script first called one of these modules then, and at the end of the run.
+    # For each number of steps made: the parameters of all trained modules, by key. They are read
+    # when the script first calls one of these modules after that step, and at the end of the run.
     weights: dict[int, dict[str, Projection]] = field(default_factory=dict)
-    not_comparable: list[str] = field(default_factory=list)  # kinds of parameters or gradients
-    data: dict[DataFinding, list[tuple[int, str]]] = field(default_factory=dict)  # step and place
+    not_comparable: list[str] = field(default_factory=list)  # kinds of such tensors
+    data: dict[DataFinding, list[tuple[int, str]]] = field(default_factory=dict)  # step and line
     statistics: list[Statistic] = field(default_factory=list)
-    parts: dict[type, Any] = field(default_factory=dict)  # what one check alone writes down
+    parts: dict[type, Any] = field(default_factory=dict)  # data that only one check records
 
     def part(self, kind: type[Part]) -> Part:
-        """The part of this class; it is empty if this rank has written nothing into it yet."""
+        """Return the part of this class, a new and empty one on the first call."""
         part: Part = self.parts.setdefault(kind, kind())
         return part
 
@@ -439,12 +440,12 @@ class RankRecord:
 
 @dataclass
 class RunOutcome:
-    """The records of all ranks, and what these do not say themselves."""
+    """The result of one run: the records of all ranks, exit status, log and duration."""
 
     status: int
     log: str
     hang: bool
-    silent: bool  # no progress, and nobody can say why
+    silent: bool  # no progress was made, but a hang could not be proven
     records: list[RankRecord]
     seconds: float
 
@@ -462,22 +463,22 @@ def tensors_file(folder: str, mode: str, rank: int) -> Path:
 
 
 def loop_file(folder: str, mode: str, rank: int) -> Path:
-    """The file of what a loop without a DataLoader has read: see loop_watcher.py."""
+    """Name the file with the data that a loop without a DataLoader read: see loop_watcher.py."""
     return Path(folder, f"{mode}.{rank}.loop.pt")
 
 
 def forced_file(folder: str, variant: ReplayVariant) -> Path:
-    """The file of draws that all runs of a variant get: Draw or OneDraw by key."""
+    """Name the file of draws that all runs of a variant get: Draw or OneDraw by key."""
     return Path(folder, f"forced{variant}.pt")
 
 
 def calls_file(folder: str, mode: str, rank: int) -> Path:
-    """The file of a rank's collectives, each written before it begins: the rank may die in it."""
+    """Name the file of a rank's collectives. Each is logged before it begins: the rank may die."""
     return Path(folder, f"{mode}.{rank}.calls")
 
 
 def with_last_calls(record: RankRecord, file: Path) -> RankRecord:
-    """Complete the record of a rank that did not come to its end: it is older than its calls."""
+    """Complete the collectives of a killed rank, whose record is older than its last calls."""
     if record.ended != Ended.NOT_YET or not file.exists():
         return record
     calls = [Collective(*line.split("\t")) for line in file.read_text().splitlines()]

@@ -32,14 +32,14 @@ NUMBER_OF_RANKS = (
 FLAG_FOR_RANKS = re.compile(
     r"""["'](--(?:world[-_]size|num[-_]gpus|n?gpus|nprocs?|num[-_]processes|devices))["']"""
 )
-MOST_LONGER_RUNS = 2  # to find out how an epoch ends
-SECONDS_OF_SMALL_STEPS = 5  # in a shorter run, threads would only wait for each other
-MOST_BATCHES_TO_THE_END = 64  # that an epoch may have, if we are to see how it ends
-LEAST_SECONDS = 20.0  # that a script gets to fail by itself
+MOST_LONGER_RUNS = 2  # longer runs that may be tried to see how an epoch ends
+SECONDS_OF_SMALL_STEPS = 5  # threads help one rank only in runs longer than this
+MOST_BATCHES_TO_THE_END = 64  # longer epochs are not observed to their end
+LEAST_SECONDS = 20.0  # time that a script gets to fail by itself
 
 
 def command_of_one_rank(args: Namespace) -> list[str] | None:
-    """Make the command that starts one rank: the same one, with a 1 for the number of ranks."""
+    """Make the command for one rank: the same command with 1 as the number of ranks."""
     if args.alone:
         return shlex.split(args.alone)
     if processes.names_ranks(args.command):
@@ -117,7 +117,7 @@ class Runs:
         return Replay(control or self.observed, outcome, settings.folder, names, self.precision)
 
     def replay_of_control(self, command: list[str], variant: ReplayVariant) -> Replay | None:
-        """Run all ranks, then one rank, with the draws of this variant; None if that fails."""
+        """Run all ranks, then one rank, with the draws of this variant; return None on failure."""
         control = self.run_all_ranks(variant)
         if len(control.records) < len(self.observed.records) or control.status:
             return None
@@ -144,7 +144,7 @@ class Runs:
             if bare is None:
                 bare = self.run_bare(outcome)
                 if failed(bare):
-                    break  # it fails by itself: no attempt of ours will help
+                    break  # the script fails by itself, so no other attempt will help
             outcome = without_our_ends(outcome)
             if not failed(outcome):
                 break
@@ -167,7 +167,7 @@ class Runs:
         return self.observed
 
     def observe_last_window(self, outcome: RunOutcome) -> RunOutcome:
-        """Observe longer where several batches make one step, until an epoch ends as it should."""
+        """If several batches make one step, observe longer until an epoch ends as the whole one."""
         for _ in range(MOST_LONGER_RUNS):
             if failed(outcome) or outcome.hang or not outcome.records:
                 break

@@ -14,8 +14,9 @@ if sys.platform == "win32":  # elsewhere, whoever joins a group is told the same
 import torch.distributed as dist
 
 from shm.group import SharedMemoryGroup
+from shm.segment import SharingError
 
-__all__ = ["SharedMemoryGroup"]
+__all__ = ["SharedMemoryGroup", "SharingError"]
 __version__ = "0.1.0"
 
 dist.Backend.register_backend("shm", SharedMemoryGroup, devices=["cpu"])

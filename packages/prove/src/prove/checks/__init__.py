@@ -1,7 +1,7 @@
 """The checks, in the order of their rows in the table.
 
-A new check: a module here, and its name in this list. What it needs is in base.py. A check that
-depends on what another one says imports this one and asks for it: see Seen.rows_of.
+A new check is a module here and an entry in this list; base.py says what it needs. A check that
+depends on the rows of another one imports it and asks for them: see Seen.rows_of.
 """
 
 from prove.checks import (
@@ -75,12 +75,12 @@ CHECKS: tuple[Check, ...] = (
 
 
 def rows_of_phase(phase: Phase, seen: Seen) -> list[ReportRow]:
-    """What all checks of a phase say."""
+    """Return the rows of all checks of a phase."""
     return [row for check in CHECKS if check.phase == phase for row in seen.rows_of(check)]
 
 
 def by_name(reasons: list[Reason]) -> dict[str, Reason]:
-    """JSON has no more of a sentence than its name, so no two checks may have one in common."""
+    """Index reasons by name, which is all that JSON stores, so no two may share a name."""
     named = {reason.name: reason for reason in reasons}
     if len({*map(id, named.values())}) < len({*map(id, reasons)}):
         raise ValueError("two sentences have one name")

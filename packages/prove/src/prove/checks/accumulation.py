@@ -12,7 +12,7 @@ from prove.judge.table import WARNING, ReportRow, warning
 from prove.watch.rank_run import RankRun, where
 
 NAME = "accumulation"
-MOST_BACKWARDS = 64  # more are not written down
+MOST_BACKWARDS = 64  # further calls are not recorded
 
 
 class Says(Reason):
@@ -27,12 +27,12 @@ class FirstBackward(NamedTuple):
 
     at: str
     is_scaled: bool
-    adds_up: bool  # the gradients of another backward are still there
+    adds_up: bool  # gradients of an earlier backward were still there
 
 
 @dataclass
 class FirstBackwards:
-    """Those of one rank."""
+    """The calls of backward on one rank before the first step."""
 
     calls: list[FirstBackward] = field(default_factory=list)
 
@@ -61,7 +61,7 @@ def is_scaled(loss: Tensor) -> bool:
 
 
 def judge(seen: Seen) -> list[ReportRow]:
-    """Look at the first step: what comes before it in one line, and divides nowhere."""
+    """Warn if several backwards of one line come before the first step, all undivided."""
     first = seen.records[0]
     backwards = first.part(FirstBackwards).calls
     places = {backward.at for backward in backwards}

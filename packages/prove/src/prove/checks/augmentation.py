@@ -1,4 +1,4 @@
-"""Does each rank draw other random numbers while it loads, in its process or in its workers?"""
+"""Do ranks draw different random numbers while loading, in the rank or in its workers?"""
 
 from prove import random_state
 from prove.checks.base import Check, Phase, Seen

@@ -1,6 +1,6 @@
-"""Is p.grad, at each step, the same on all ranks, and the mean of what backward gave them?
+"""Is p.grad the same on all ranks at each step, and the mean of their local gradients?
 
-Both are in the record of a step, because the proof compares them, too.
+The record of a step holds both, because the proof compares them, too.
 """
 
 from itertools import combinations
@@ -22,7 +22,7 @@ APART = "the ranks step with different gradients in {apart} of {tensors} tensors
 APART += "(step {step} at {at})"
 TOLERANCES = {"torch.float64": 1e-6, "torch.complex128": 1e-6}
 TOLERANCES |= {"torch.float32": 2e-3, "torch.complex64": 2e-3}
-MOST_RANKS = 8  # of which every choice is tried
+MOST_RANKS = 8  # with more ranks, not every subset is tried
 
 
 class Says(Reason):
@@ -77,7 +77,7 @@ def judge(seen: Seen) -> list[ReportRow]:
     if row := row_of_apart(seen) or row_of_lost_imaginary(seen):
         return [row]
     if steps_with_old_gradients(seen.steps):
-        return []  # zero_grad.py says so
+        return []  # zero_grad.py reports this
     if row := next((row for step in seen.steps if (row := row_of_some_ranks(step))), None):
         return [row]
     factors = [(times_the_mean(step), step) for step in seen.steps]
@@ -98,7 +98,7 @@ def judge(seen: Seen) -> list[ReportRow]:
 
 
 def row_of_apart(seen: Seen) -> ReportRow | None:
-    """Judge gradients that differ between ranks; None if the steps or the weights do not."""
+    """Judge gradients that differ between ranks; None if no step or no weight differs."""
     verdicts = seen.verdicts(weights.CHECK)
     differing = [step for step in seen.steps if parameters_apart(step)]
     if not differing or verdicts == [RIGHT]:
@@ -130,9 +130,10 @@ def row_of_lost_imaginary(seen: Seen) -> ReportRow | None:
 
 
 def row_of_some_ranks(step: StepOfRanks) -> ReportRow | None:
-    """Is p.grad, alike on all ranks, what only some of them have computed, or do some count more?
+    """Find out whether p.grad averages only some ranks, or gives some more weight.
 
-    None: it is not, or nobody knows. It needs no replay.
+    Local gradients are enough for this, without a replay. Returns None if p.grad is the mean of all
+    ranks, or if this cannot be known.
     """
     known, ranks, limit = averages(step), range(len(step.steps)), tolerance(step)
     computes = [any(each.local[rank] for each in known) for rank in ranks]
@@ -141,7 +142,7 @@ def row_of_some_ranks(step: StepOfRanks) -> ReportRow | None:
     if not known or len(ranks) > MOST_RANKS or times_the_mean(step) is not None:
         return None
     facts = {"step": step.number, "at": step.at}
-    for number in ranks[1:]:  # the mean of so many of them
+    for number in ranks[1:]:  # size of the subset
         for some in combinations(ranks, number):
             if all(
                 abs(each.averaged - sum(each.local[rank] for rank in some) / number)
@@ -149,7 +150,7 @@ def row_of_some_ranks(step: StepOfRanks) -> ReportRow | None:
                 for each in known
             ):
                 return wrong(NAME, Says.GRADIENT_OF_SOME, ranks=[*some], **facts)
-    if len(known) <= len(ranks) + 1:  # they would fit by chance
+    if len(known) <= len(ranks) + 1:  # too few equations: weights would fit by chance
         return None
     local = torch.tensor([each.local for each in known], dtype=torch.float64)
     averaged, norms = torch.tensor(
@@ -162,8 +163,10 @@ def row_of_some_ranks(step: StepOfRanks) -> ReportRow | None:
 
 
 class Averaged(NamedTuple):
-    """What p.grad is at a step, and what backward gave each rank, projected; and a norm with which
-    to compare their differences."""
+    """One parameter at a step, projected: p.grad, and the local gradient of each rank.
+
+    Differences between them are compared relative to `norm`, the norm of p.grad.
+    """
 
     averaged: float
     local: list[float]
@@ -171,7 +174,7 @@ class Averaged(NamedTuple):
 
 
 def averages(step: StepOfRanks) -> list[Averaged]:
-    """One Averaged per parameter with a gradient on some rank: where none came, it was zero."""
+    """Return one Averaged per parameter with a gradient; a rank without one counts as zero."""
     pairs = zip(step.by_parameter("gradients"), step.by_parameter("local_gradients"), strict=True)
     scale = step.steps[0].loss_scale
     return [
@@ -187,7 +190,7 @@ def tolerance(step: StepOfRanks) -> float:
 
 
 def times_the_mean(step: StepOfRanks) -> float | None:
-    """The one factor by which p.grad differs from the mean over the ranks of what backward gave."""
+    """Return the factor between p.grad and the mean local gradient, if all parameters share it."""
     known = [
         (each.averaged, sum(each.local) / len(each.local), each.norm) for each in averages(step)
     ]
@@ -237,6 +240,7 @@ PLANTED = (
         ),
     ),
 )  # fmt: skip
-# Whatever changed the gradients before the step was no mistake; a lost part, one rank loses, too.
+# If one rank computes the same, the change of the gradients was no mistake. A lost imaginary part
+# is the exception, because one rank loses it, too.
 UNEXPLAINED = frozenset({*Says} - {Says.MEAN_OF_RANKS, Says.IMAGINARY_LOST})
 CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, moot_if_proven=UNEXPLAINED, planted=PLANTED)

@@ -20,14 +20,14 @@ from prove.watch.rank_run import RankRun
 class Phase(IntEnum):
     """How far the run of all ranks must have come before a check can judge it."""
 
-    ANY_RUN = 0  # also one that hangs or fails
-    ALL_RECORDS = 1  # each rank has written one
+    ANY_RUN = 0  # any run, even one that hangs or fails
+    ALL_RECORDS = 1  # each rank has written a record
     STEPS = 2  # all ranks came to their ends, and made steps
     ONE_MODEL = 3  # these steps train one model, which each rank holds as a whole
 
 
 class Seen:
-    """The run of all ranks, and what the checks say of it."""
+    """The run of all ranks, with the rows of the checks that were asked so far."""
 
     def __init__(self, outcome: RunOutcome) -> None:
         self.outcome = outcome
@@ -43,7 +43,7 @@ class Seen:
 
     @cached_property
     def epochs(self) -> list[list[LoaderPass]]:
-        """The training passes of all ranks; none where each rank may train on what it likes."""
+        """List the training passes of all ranks; none if each rank may have its own data set."""
         return trained_loader_passes(self.records) if share_one_data_set(self.records) else []
 
     @cached_property
@@ -58,7 +58,7 @@ class Seen:
         return any(len(counts) > 1 for counts in tensors)
 
     def rows_of(self, check: "Check") -> list[ReportRow]:
-        """What a check says: each judges once, when the table or another check first asks."""
+        """Return the rows of a check, which judges only once, when it is first asked."""
         if check not in self.judged:
             self.judged[check] = check.judge(self)
         return self.judged[check]
@@ -69,15 +69,15 @@ class Seen:
 
 @dataclass(frozen=True)
 class Check:
-    """Holds all of one check; a module may have two of one name, for different stages."""
+    """Holds all of one check; a module may have two of one name, for different phases."""
 
     name: str  # as the table prints it
     says: type[Reason]
     judge: Callable[[Seen], list[ReportRow]]
     phase: Phase
     watch: Callable[[RankRun], None] | None = None  # runs in each rank, beside the script
-    moot_if_proven: frozenset[Reason] = frozenset()  # not said if one rank computes the same
-    planted: tuple[Mistake, ...] = ()  # the check must find them, or not call them WRONG
+    moot_if_proven: frozenset[Reason] = frozenset()  # dropped when the replay proves equality
+    planted: tuple[Mistake, ...] = ()  # test cases, each with the verdict to give
 
     def __post_init__(self) -> None:
-        unique(self.says)  # of two sentences alike, the second would be lost
+        unique(self.says)  # an Enum would silently merge two equal sentences

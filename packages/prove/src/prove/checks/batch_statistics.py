@@ -1,4 +1,4 @@
-"""Does the loss of a rank depend on a mean or the like over its own samples alone?"""
+"""Does the loss of a rank depend on a statistic, such as a mean, over its own samples alone?"""
 
 from prove.checks.base import Check, Phase, Seen
 from prove.judge.reasons import Heading, Reason
@@ -29,7 +29,7 @@ class Says(Reason):
 
 
 def judge(seen: Seen) -> list[ReportRow]:
-    """Name the first statistic that differs."""
+    """Name the first statistic that differs between the ranks."""
     statistic = differing_statistic(seen.records)
     if statistic is None:
         return []

@@ -1,4 +1,4 @@
-"""Do all ranks have as many batches in an epoch, and batches of one size?"""
+"""Do all ranks have equally many batches in an epoch, and batches of one size?"""
 
 from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import LOADING, NO_SET_EPOCH, SAMPLER, iterable, plain
@@ -57,7 +57,7 @@ def judge(seen: Seen) -> list[ReportRow]:
 
 
 def row_of_lengths(records: list[RankRecord], passes: list[LoaderPass], number: int) -> ReportRow:
-    """Judge one pass of all ranks; number: of this pass, among those over its data set."""
+    """Judge one pass of all ranks; `number` counts the passes over its data set."""
     at = place_of(passes[0], number)
     listed = [
         loader_pass.batches_listed
@@ -88,11 +88,11 @@ def row_of_lengths(records: list[RankRecord], passes: list[LoaderPass], number: 
 
 
 def sizes_of(loader_pass: LoaderPass, is_cut: bool) -> list[int]:
-    """The sizes of all batches that the script takes, also of those that we did not give it."""
+    """List the sizes of all batches of the whole pass, also of those that prove cut off."""
     if is_cut:
         return loader_pass.sizes[: loader_pass.batches_given]
     listed, samples = loader_pass.sizes, len(loader_pass.indices)
-    # Only the first ones are written down.
+    # Only the first sizes are recorded, so the remaining samples count as one more batch.
     unlisted = (loader_pass.batches_listed or 0) - len(listed)
     return listed if unlisted <= 0 or not samples else [*listed, samples - sum(listed)]
 

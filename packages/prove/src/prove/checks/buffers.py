@@ -36,7 +36,7 @@ class Says(Reason):
 
 @dataclass
 class Buffers:
-    """The buffers of one rank: those of each DDP model by its number, the others by module."""
+    """The buffers of one rank: by number for DDP models, by name for other modules."""
 
     at_evaluation: dict[int, dict[str, Projection]] = field(default_factory=dict)
     at_end: dict[int, dict[str, Projection]] = field(default_factory=dict)
@@ -52,7 +52,7 @@ def watch(run: RankRun) -> None:
             buffers.at_evaluation[number] = project_buffers(model)
 
     def note_call(module: nn.Module, ddp: int | None) -> None:
-        """DDP itself first sends rank 0's buffers: they are noted when its forward is over."""
+        """Record at calls around DDP; DDP's own forward first broadcasts rank 0's buffers."""
         if ddp is not None and module is not run.models.ddps[ddp]:
             note_evaluation(ddp)
 
@@ -76,7 +76,7 @@ def judge(seen: Seen) -> list[ReportRow]:
         at_evaluation = [own.at_evaluation.get(number, {}) for own in by_rank]
         evaluated = all(at_evaluation)
         if not evaluated and any(at_evaluation):
-            continue  # only some ranks evaluate, with their own: as good as those of any rank
+            continue  # if only some ranks evaluate, their own buffers are as good as any
         when = phrase("evaluation" if evaluated else "the end")
         at_end = [own.at_end[number] for own in by_rank]
         common, apart = names_apart(at_evaluation if evaluated else at_end)

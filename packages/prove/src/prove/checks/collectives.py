@@ -1,6 +1,6 @@
 """Do all ranks call the same collectives, in the same order?
 
-Where they then wait for ever, hang.py says so.
+If they wait for ever after that, hang.py reports it.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def judge(seen: Seen) -> list[ReportRow]:
     if seen.is_alone or wait_for_ever(seen.outcome):
         return []
     records = seen.records
-    # Where a run ends well, a rank that called a DDP model once more did no harm.
+    # DDP's own calls do not count: if the run ends well, one more call of a DDP model did no harm.
     calls = [[call for call in rank.collectives if not call.is_of_ddp] for rank in records]
     have_ended = all(rank.ended.is_well for rank in records)
     is_whole = have_ended and not any(map(ends_with_others, records))
@@ -36,7 +36,7 @@ def judge(seen: Seen) -> list[ReportRow]:
 
 
 def first_difference(calls: list[list[Collective]]) -> dict[str, Any] | None:
-    """The first collective that is another one on some ranks."""
+    """Find the first collective that is not the same on all ranks."""
     for parts in zip(*calls, strict=False):
         if len({call.name for call in parts}) > 1:
             different = [
@@ -48,7 +48,7 @@ def first_difference(calls: list[list[Collective]]) -> dict[str, Any] | None:
 
 
 def missed_call(records: list[RankRecord], calls: list[list[Collective]]) -> dict[str, Any] | None:
-    """What some ranks call and others do not, if all have ended or wait for ever."""
+    """Find a call that some ranks never make, if all have ended or wait for ever."""
     fewest, most = min(calls, key=len), max(calls, key=len)
     if len(fewest) == len(most):
         steps = [rank.step_count for rank in records]

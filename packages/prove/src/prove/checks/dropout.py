@@ -1,4 +1,4 @@
-"""Does each rank drop other positions?"""
+"""Does dropout draw a different mask on each rank?"""
 
 from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import plain

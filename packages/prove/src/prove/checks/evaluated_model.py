@@ -1,6 +1,6 @@
-"""Are models the same on all ranks that are called without being trained: averaged ones, teachers?
+"""Are models that are called but not trained, such as averaged ones, the same on all ranks?
 
-Where the weights differ that are trained, the ranks may just evaluate those.
+If the trained weights differ, this check is silent: the ranks may just evaluate those.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from prove.watch.model_tensors import is_divided, project, without_wrappers
 from prove.watch.rank_run import RankRun, where
 
 NAME = "evaluated model"
-MOST_EVALUATED = 32  # more are not written down
+MOST_EVALUATED = 32  # further modules are not recorded
 
 
 class Says(Reason):
@@ -41,15 +41,15 @@ class Says(Reason):
 
 
 class EvaluatedModule(NamedTuple):
-    """What a module held that the script called in eval mode or without gradients, after a step.
+    """The tensors of a module that the script called in eval mode or without gradients.
 
-    Where an optimizer holds its parameters, this is only its buffers.
+    If an optimizer holds the parameters of the module, only its buffers are recorded.
     """
 
-    name: str  # Sequential called at train.py:47
+    name: str  # such as "Sequential called at train.py:47"
     steps_before: int
     tensors: dict[str, Projection]
-    buffers: list[str]  # the names of those that are buffers
+    buffers: list[str]  # names of the tensors that are buffers
 
 
 @dataclass
@@ -61,11 +61,11 @@ class EvaluatedModules:
 
 def watch(run: RankRun) -> None:
     evaluated = run.record.part(EvaluatedModules).held
-    # By module: its name, and after how many steps it was last written down.
+    # For each module, its name and the number of steps at which it was last recorded.
     noted: WeakKeyDictionary[nn.Module, tuple[str, int]] = WeakKeyDictionary()
 
     def note(module: nn.Module, ddp: int | None) -> None:
-        """Note it after step 1, 2, 4, ..., because a copy may be the same until it is updated."""
+        """Record a module after steps 1, 2, 4, ...: a copy may be equal until it is updated."""
         steps = run.record.step_count
         if not steps or (module.training and torch.is_grad_enabled()):
             return
@@ -112,7 +112,7 @@ def judge(seen: Seen) -> list[ReportRow]:
 
 
 def evaluated_by_all(records: list[RankRecord]) -> list[list[EvaluatedModule]]:
-    """Each module that all ranks call at the same place after as many steps."""
+    """List the modules that all ranks call at the same line after equally many steps."""
     by_place: list[dict[tuple, list[EvaluatedModule]]] = []
     for rank in records:
         own: dict[tuple, list[EvaluatedModule]] = {}

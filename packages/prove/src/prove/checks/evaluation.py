@@ -70,14 +70,14 @@ class Says(Reason):
 
 @dataclass
 class UnreadData:
-    """The data sets of one rank that have loaders, and that none of these has read."""
+    """The data sets of one rank that have loaders but were never read."""
 
-    places: list[str] = field(default_factory=list)  # where these loaders were made
+    places: list[str] = field(default_factory=list)  # the lines that made their loaders
 
 
 def watch(run: RankRun) -> None:
     unread = run.record.part(UnreadData)
-    made: list[tuple[Any, str]] = []  # the data set of each loader, and where the loader was made
+    made: list[tuple[Any, str]] = []  # the data set of each loader, and the line of the loader
     read: list[Any] = []
 
     def note() -> None:
@@ -88,7 +88,7 @@ def watch(run: RankRun) -> None:
         note()
 
     def note_read(loader: Any) -> None:
-        """Whichever loader reads a data set, it is read: Accelerate makes another loader."""
+        """Count a data set as read, whichever loader reads it: Accelerate makes another."""
         if not any(loader.dataset is other for other in read):
             read.append(loader.dataset)
             note()
@@ -98,11 +98,11 @@ def watch(run: RankRun) -> None:
 
 
 def judge(seen: Seen) -> list[ReportRow]:
-    """A row for each reason, with all places that have it."""
+    """Return a row for each reason, with all lines that have it."""
     records = seen.records
     if not seen.epochs:
         return []
-    datasets: dict[tuple, list[LoaderPass]] = {}  # of each, the first evaluation by each rank
+    datasets: dict[tuple, list[LoaderPass]] = {}  # by data set: the first evaluation of each rank
     for rank in records:
         first: dict[tuple, LoaderPass] = {}
         for loader_pass in evaluations(rank):
@@ -132,7 +132,7 @@ def evaluations(rank: RankRecord) -> list[LoaderPass]:
 
 
 def is_evaluation(loader_pass: LoaderPass) -> bool:
-    """Is it one, also if it switches gradients off in each batch only, or not at all?"""
+    """Is this pass an evaluation? The script may disable gradients only per batch, or never."""
     is_complete = loader_pass.ended or loader_pass.batches_given >= loader_pass.most_batches
     without_backward = is_complete and not loader_pass.step_count and not loader_pass.backwards
     return bool(
@@ -147,8 +147,10 @@ def dataset_of(loader_pass: LoaderPass) -> tuple:
 
 
 def rows_of_dataset(records: list[RankRecord], passes: list[LoaderPass]) -> list[ReportRow]:
-    """Judge the first evaluation of a data set on each rank that evaluates it. The largest
-    mistake comes first."""
+    """Judge the first evaluation of a data set on each rank that evaluates it.
+
+    The largest mistake comes first.
+    """
     at, world_size = passes[0].at, len(records)
     if len(passes) < world_size:
         ranks = len(passes)
@@ -177,12 +179,14 @@ def rows_of_dataset(records: list[RankRecord], passes: list[LoaderPass]) -> list
 def rows_by_content(
     records: list[RankRecord], passes: list[LoaderPass], unknown: Reason
 ) -> list[ReportRow]:
-    """Judge a stream, or data sets of which each rank holds another. unknown: what to say if the
-    contents do not tell, either."""
+    """Judge streams, and data sets that differ by rank, by the contents of their samples.
+
+    unknown: the reason to give if the contents do not tell, either.
+    """
     at, contents = passes[0].at, [{*loader_pass.checksums} for loader_pass in passes]
     seen = sum(len(loader_pass.checksums) for loader_pass in passes)
     size, different = len(set().union(*contents)), sum(map(len, contents))
-    if different < seen / 2 or not all(contents):  # samples that look alike
+    if different < seen / 2 or not all(contents):  # too many samples look alike
         return [not_seen(NAME, unknown, at=at)]
     facts = {"size": size, "twice": different - size, "at": at}
     ended = all(loader_pass.ended for loader_pass in passes)
@@ -192,20 +196,20 @@ def rows_by_content(
         return [warning(NAME, Says.EVALUATED_SHARED, **facts)]
     if all(map(may_be_summed, records, passes)):
         return [right(NAME, Says.EVALUATED_APART, **facts)]
-    if unknown == Says.EVALUATED_OWN_DATASETS:  # perhaps they are no parts of one
+    if unknown == Says.EVALUATED_OWN_DATASETS:  # perhaps they are not parts of one data set
         return [not_seen(NAME, unknown, at=at)]
     return [warning(NAME, Says.EVALUATED_NOT_SUMMED, **facts)]
 
 
 def stops_early(loader_pass: LoaderPass) -> bool:
-    """Was it the script, not we, that ended this evaluation before the end of its loader?"""
+    """Did the script, not prove, end this evaluation before the end of its loader?"""
     longest = loader_pass.most_batches * (1 if loader_pass.with_gradients else EVALUATION_FACTOR)
     given = loader_pass.batches_given
     return not loader_pass.ended and given < min(loader_pass.batches_listed or 0, longest)
 
 
 def row_of_a_part(passes: list[LoaderPass]) -> ReportRow:
-    """A loop with a break: are its samples those that one rank would take?"""
+    """Judge a loop with a break: are its samples those that one rank would take?"""
     first = passes[0]
     drawn = [
         index
@@ -222,8 +226,10 @@ def row_of_a_part(passes: list[LoaderPass]) -> ReportRow:
 
 
 def drawn_beside(records: list[RankRecord], first: LoaderPass) -> set[int]:
-    """What all evaluations of this data set drew between the same two steps: there may be a second
-    loader for the last samples."""
+    """Return the samples of all evaluations of this data set between the same two steps.
+
+    The script may have a second loader for the last samples.
+    """
     passes = [
         loader_pass
         for rank in records
@@ -239,8 +245,10 @@ def drawn_beside(records: list[RankRecord], first: LoaderPass) -> set[int]:
 
 
 def may_be_summed(rank: RankRecord, evaluated: LoaderPass) -> bool:
-    """Does a collective follow an evaluation, before training goes on? Those of DDP, or of a
-    BatchNorm layer which was not switched to eval mode, are no sum of results."""
+    """Does a collective that may sum the results follow, before training goes on?
+
+    Collectives of DDP, or of a BatchNorm layer left in training mode, do not sum results.
+    """
     later = [each for each in rank.loader_passes if each.number > evaluated.number]
     trained = [each for each in later if each.with_gradients and not is_evaluation(each)]
     end = trained[0].collectives_before if trained else len(rank.collectives)

@@ -1,4 +1,4 @@
-"""Files that several ranks open for writing."""
+"""Do several ranks open the same file for writing?"""
 
 import filecmp
 import io
@@ -18,7 +18,7 @@ from prove.watch.process_io import copy_of
 from prove.watch.rank_run import RankRun, where
 
 NAME = "files"
-MOST_OPENED = 1000  # more are not written down
+MOST_OPENED = 1000  # further files are not recorded
 MOST_ROWS = 3
 OPENED = "{path} is opened for writing by ranks {ranks!s} ({at})"
 WRITE_ONCE = "if dist.get_rank() == 0, and a barrier before another rank reads it"
@@ -48,17 +48,17 @@ class Says(Reason):
 
 class OpenedFile(NamedTuple):
     path: str
-    mode: str  # as for open(), or "os.open"
+    mode: str  # mode of open(), or "os.open"
     at: str
     steps_before: int
 
 
 @dataclass
 class WrittenFiles:
-    """What one rank opens for writing, and what it writes to it."""
+    """The files that one rank opens for writing, with checksums of the written bytes."""
 
     opened: list[OpenedFile] = field(default_factory=list)
-    checksums: dict[str, int] = field(default_factory=dict)  # of what was written, by path
+    checksums: dict[str, int] = field(default_factory=dict)  # checksums of bytes, by path
 
 
 class Checksum(io.RawIOBase):
@@ -74,10 +74,10 @@ class Checksum(io.RawIOBase):
 def watch(run: RankRun) -> None:
     files = run.record.part(WrittenFiles)
     checksums = files.checksums
-    texts: set[str] = set()  # whose every write is noted
+    texts: set[str] = set()  # paths of files whose every write is watched
 
     def note_change(path: str, mode: str | None) -> None:
-        is_lock = path.endswith(".lock")  # which all ranks may open
+        is_lock = path.endswith(".lock")  # lock files, which all ranks may open
         if mode is not None and not is_lock and len(files.opened) < MOST_OPENED:
             files.opened.append(OpenedFile(path, mode, where(), run.record.step_count))
 
@@ -93,7 +93,7 @@ def watch(run: RankRun) -> None:
             checksums[path] = checksum.number
 
     def is_changed(opened: OpenedFile) -> bool:
-        """np.memmap opens with r+ what it only reads, and a logger what it may never write to."""
+        """Was the file written? np.memmap opens with r+ to read, and a logger may never write."""
         path = opened.path
         if "w" in opened.mode or "x" in opened.mode or path in checksums:
             return True
@@ -121,7 +121,7 @@ def judge(seen: Seen) -> list[ReportRow]:
     rows = []
     for path, by_rank in writers.items():
         openings = last_openings_alike([*by_rank.values()])
-        if len(by_rank) < 2 or openings[0].mode == "os.open":  # not truncated: a lock, perhaps
+        if len(by_rank) < 2 or openings[0].mode == "os.open":  # os.open may be a lock
             continue
         truncates = all("w" in opened.mode for opened in openings)
         trained = all(opened.steps_before for opened in openings)
@@ -140,7 +140,7 @@ def judge(seen: Seen) -> list[ReportRow]:
 
 
 def last_openings_alike(by_rank: list[list[OpenedFile]]) -> list[OpenedFile]:
-    """The last of each rank; if one appends to what others only make anew, the last of one kind."""
+    """Return the last opening of each rank, all of one kind (truncating or not) if possible."""
     kinds = set.intersection(*({"w" in each.mode for each in openings} for openings in by_rank))
     last = [openings[-1] for openings in by_rank]
     if not kinds or all(("w" in each.mode) in kinds for each in last):

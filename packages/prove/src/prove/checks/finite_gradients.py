@@ -1,4 +1,4 @@
-"""Are all gradients finite numbers? Others are not zero, and not equal to anything."""
+"""Are all gradients finite? NaN and infinity would pass as nonzero, and compare with nothing."""
 
 import math
 
@@ -20,7 +20,7 @@ class Says(Reason):
 
 
 def judge(seen: Seen) -> list[ReportRow]:
-    bad: dict[int, list[int]] = {}  # the ranks, by the number of the step
+    bad: dict[int, list[int]] = {}  # ranks by number of the step
     places: dict[int, str] = {}
     for rank in seen.records:
         for optimizer in rank.optimizers:

@@ -1,6 +1,6 @@
-"""Is the loss a finite number, in each backward?
+"""Is the loss a finite number in each backward?
 
-A term that is infinite without a gradient of its own is in no gradient: only the loss shows it.
+An infinite term without a gradient of its own changes no gradient, so only the loss shows it.
 """
 
 import math
@@ -16,7 +16,7 @@ from prove.judge.table import WARNING, ReportRow, warning
 from prove.watch.rank_run import RankRun, where
 
 NAME = "finite loss"
-MOST_LOSSES = 64  # more are not written down
+MOST_LOSSES = 64  # further losses are not recorded
 
 
 class Says(Reason):
@@ -36,7 +36,7 @@ class BadLoss(NamedTuple):
 
 @dataclass
 class BadLosses:
-    """The losses of one rank that are no finite numbers."""
+    """The losses of one rank that are not finite."""
 
     seen: list[BadLoss] = field(default_factory=list)
 
@@ -45,7 +45,8 @@ def watch(run: RankRun) -> None:
     bad = run.record.part(BadLosses).seen
 
     def note(loss: torch.Tensor) -> None:
-        may_overflow = loss.dtype == torch.float16 and run.record.loss_scale != 1  # GradScaler sees
+        # GradScaler skips the step if a scaled float16 loss overflows.
+        may_overflow = loss.dtype == torch.float16 and run.record.loss_scale != 1
         is_plain = loss.numel() == 1 and not hasattr(loss, "full_tensor")
         if is_plain and not may_overflow and len(bad) < MOST_LOSSES:
             value = float(loss.detach())

@@ -1,4 +1,4 @@
-"""Do the training forwards go through DDP, so that it hears of their backwards?"""
+"""Do the training forwards go through DDP, so that it averages in their backwards?"""
 
 from prove.checks import weights
 from prove.checks.base import Check, Phase, Seen
@@ -23,7 +23,7 @@ class Says(Reason):
 
 
 def judge(seen: Seen) -> list[ReportRow]:
-    """Forwards around DDP do no harm where the weights are the same on all ranks."""
+    """Report forwards around DDP, but only if the weights differ: otherwise they do no harm."""
     rows, first = [], seen.records[0]
     weights_differ = any(verdict != RIGHT for verdict in seen.verdicts(weights.CHECK))
     for ddp in first.ddps:

@@ -11,7 +11,7 @@ from prove.judge.wording import phrase
 from prove.watch.rank_run import RankRun, where
 
 NAME = "learning rate by rank"
-MOST_METRICS = 1000  # more are not written down
+MOST_METRICS = 1000  # further metrics are not recorded
 
 
 class Says(Reason):
@@ -38,7 +38,7 @@ class Metric(NamedTuple):
 
 @dataclass
 class Metrics:
-    """The metrics of one rank."""
+    """The metrics that one rank gave to ReduceLROnPlateau."""
 
     given: list[Metric] = field(default_factory=list)
 
@@ -78,7 +78,7 @@ def rows_of_rates(seen: Seen) -> list[ReportRow]:
 
 
 def rows_of_metrics(seen: Seen) -> list[ReportRow]:
-    """What decides when the rate falls: is it one number for all ranks?"""
+    """Compare the metric that lowers the rate: is it one number for all ranks?"""
     number = 0
     for metrics in zip(*(rank.part(Metrics).given for rank in seen.records), strict=False):
         values, first = [metric.value for metric in metrics], metrics[0]

@@ -1,4 +1,4 @@
-"""A mistake that is planted in a script: what a check must find, and with which verdict."""
+"""Mistakes that are planted in a script, each with the verdict that a check must give."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ plain, accumulate, amp = planted_in("plain"), planted_in("accumulate"), planted_
 iterable, own_step = planted_in("iterable"), planted_in("own_step")
 
 
-# What several mistakes replace in plain.py, and by what
+# Texts of plain.py that several mistakes replace, and their replacements
 SAMPLER = "sampler = DistributedSampler(train_set, seed=0)"
 LOADING = "batch_size=12 // world_size, sampler=sampler)"
 NO_SET_EPOCH = ("        sampler.set_epoch(epoch)\n", "")

@@ -1,4 +1,4 @@
-"""Do the ranks hold the same data set, before a sampler deals it out?"""
+"""Do the ranks hold the same data set, before a sampler divides it?"""
 
 from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import plain
@@ -31,7 +31,7 @@ class Says(Reason):
 
 
 def judge_fields(seen: Seen) -> list[ReportRow]:
-    """Are the labels the same on all ranks, where the inputs are?"""
+    """Report fields, such as labels, that differ although the inputs are the same."""
     rows = []
     for epochs in passes_by_data_set(seen.records) if share_one_data_set(seen.records) else []:
         first = epochs[0][0]
@@ -43,7 +43,7 @@ def judge_fields(seen: Seen) -> list[ReportRow]:
 
 
 def judge_contents(seen: Seen) -> list[ReportRow]:
-    """Does a DistributedSampler divide what is another data set on each rank?"""
+    """Report a DistributedSampler that divides a different data set on each rank."""
     return [
         warning(NAME, Says.DATA_SETS_DIFFER, **facts_by_content(passes))
         for passes in data_sets_in_parts(seen.records)
@@ -60,5 +60,5 @@ PLANTED = (
         ("manual_seed(size)", "manual_seed(size + dist.get_rank())"),
     ),
 )  # fmt: skip
-FIELDS = Check(NAME, Says, judge_fields, Phase.ALL_RECORDS)  # before the check of samples
+FIELDS = Check(NAME, Says, judge_fields, Phase.ALL_RECORDS)  # stands before the check of samples
 CONTENTS = Check(NAME, Says, judge_contents, Phase.ALL_RECORDS, planted=PLANTED)

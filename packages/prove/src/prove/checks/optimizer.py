@@ -23,7 +23,7 @@ class Says(Reason):
 
 
 def judge(seen: Seen) -> list[ReportRow]:
-    """Judge each DDP; rows of unused_parameters.py stand beside those of its model."""
+    """Judge each DDP model, followed by its row of unused_parameters.py."""
     first = seen.records[0]
     rows = []
     for ddp in first.ddps:

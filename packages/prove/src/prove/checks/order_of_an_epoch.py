@@ -1,4 +1,4 @@
-"""Has each epoch an order of its own?"""
+"""Does each epoch have its own order?"""
 
 from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import NO_SET_EPOCH, SAMPLER, iterable, plain
@@ -39,7 +39,7 @@ def judge(seen: Seen) -> list[ReportRow]:
     ]
     if not later:
         return [not_seen(NAME, Says.NO_SECOND_EPOCH, at=first[0].at)]
-    epochs = list(zip(first, later[0], strict=True))  # the first two, of each rank
+    epochs = list(zip(first, later[0], strict=True))  # the first two epochs of each rank
     by_index = all(loader_pass.samples_file for loader_pass in (*first, *later[0]))
     if by_index and any(one.indices != two.indices for one, two in epochs):
         return [right(NAME, Says.ORDER_CHANGES)]

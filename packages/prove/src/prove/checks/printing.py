@@ -1,4 +1,4 @@
-"""Do all ranks print the same lines while they train, alike but for the numbers in them?"""
+"""Do all ranks print the same lines while they train, apart from the numbers in them?"""
 
 from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import plain
@@ -32,7 +32,7 @@ def judge(seen: Seen) -> list[ReportRow]:
 
 
 def lines_of(rank: RankRecord) -> list[tuple[str, str]]:
-    """The place and the text, without its numbers, of each line that a rank prints."""
+    """Return the source line and the text without numbers of each printed line."""
     lines = [line for line in rank.printed if line.steps_before and line.on_terminal]
     return [(line.at, NUMBER.sub("#", line.text)) for line in lines]
 

@@ -23,7 +23,7 @@ from prove.judge.wording import phrase
 from prove.rank_record import LoaderPass, RankRecord
 
 NAME = "samples"
-BY_CHANCE = 1e-6  # how rarely two ranks may have the same labels in the same order
+BY_CHANCE = 1e-6  # if equal labels are less likely than this, they are no chance
 LOADER = "the loader at {at}, sampler {sampler}"
 OVERLAP = (
     f"{{together}} of {{size}} samples are seen in an epoch, {{twice}} of them twice ({LOADER})"
@@ -163,7 +163,7 @@ def judge(seen: Seen) -> list[ReportRow]:
 
 
 def row_of_inputs(records: list[RankRecord]) -> ReportRow:
-    """Without a DataLoader: do the ranks call the model with different tensors?"""
+    """Judge the inputs of the model, if there is no DataLoader: do they differ by rank?"""
     inputs = [[call.checksum for call in rank.model_calls] for rank in records]
     if not all(inputs) or not records[0].step_count:
         return not_seen(NAME, Says.NO_INPUTS)
@@ -191,7 +191,7 @@ def row_of_data_set(records: list[RankRecord], epochs: list[list[LoaderPass]]) -
 
 
 def row_by_index(records: list[RankRecord], passes: list[LoaderPass], number: int) -> ReportRow:
-    """Judge one pass of all ranks; number: of this pass, among those over its data set."""
+    """Judge one pass of all ranks; `number` counts the passes over its data set."""
     first, world_size = passes[0], len(passes)
     loader = {"at": place_of(first, number), "sampler": first.sampler}
     trained = [
@@ -199,7 +199,7 @@ def row_by_index(records: list[RankRecord], passes: list[LoaderPass], number: in
         for loader_pass in passes
     ]
     if all(indices == trained[0] for indices in trained) and len({*trained[0]}) > 1:
-        # What is drawn while they are loaded is augmentation; what a step draws may be its purpose.
+        # Different draws while loading are augmentation; different draws in a step may be intended.
         is_augmented = not same_on_all_ranks(passes, "checksums")
         if is_augmented or compute_the_same(records, passes):
             return wrong(NAME, Says.SAME_SAMPLES, **loader)
@@ -228,7 +228,7 @@ def row_by_index(records: list[RankRecord], passes: list[LoaderPass], number: in
 
 
 def draws_with_replacement(loader_pass: LoaderPass) -> bool:
-    """Do samples come again by chance? Where all come twice, as two epochs in one, they do not."""
+    """Do samples repeat by chance? If all come equally often, they do not."""
     if "Weighted" in loader_pass.sampler:
         return True
     times = Counter(loader_pass.indices)
@@ -238,7 +238,7 @@ def draws_with_replacement(loader_pass: LoaderPass) -> bool:
 def row_by_content(
     records: list[RankRecord], epochs: list[list[LoaderPass]], are_split: bool
 ) -> ReportRow:
-    """Judge streams, and data sets of which each rank holds another: no indices to compare."""
+    """Judge by contents: streams, and data sets that differ by rank, have no common indices."""
     passes = epochs[0]
     first, facts = passes[0], facts_by_content(passes)
     if draw_alike(passes) and not are_split:
@@ -266,7 +266,7 @@ def row_by_content(
 
 
 def facts_by_content(passes: list[LoaderPass]) -> dict[str, Any]:
-    """The loader, how many samples were compared, and why only by their contents."""
+    """Name the loader, the number of compared samples, and why only contents are compared."""
     first = passes[0]
     kind = phrase("an IterableDataset" if first.is_stream else "another data set on each rank")
     if not first.is_stream and same_dataset(passes):
@@ -276,9 +276,9 @@ def facts_by_content(passes: list[LoaderPass]) -> dict[str, Any]:
 
 
 def draw_alike(passes: list[LoaderPass]) -> bool:
-    """Do all ranks draw the same samples in the same order, and so many that it is no chance?"""
+    """Do all ranks draw the same samples in the same order, too many for chance?"""
     checksums = passes[0].checksums
-    are_many = len(checksums) >= 20 and len({*checksums}) >= 5  # samples may come again
+    are_many = len(checksums) >= 20 and len({*checksums}) >= 5  # few samples may agree by chance
     return are_many and same_on_all_ranks(passes, "checksums")
 
 
@@ -288,8 +288,7 @@ def contents_tell(passes: list[LoaderPass]) -> bool:
 
 
 def data_sets_in_parts(records: list[RankRecord]) -> list[list[LoaderPass]]:
-    """The first pass over each data set that is compared by content, and of which the ranks draw
-    different samples."""
+    """List the first pass over each data set that is compared by content and not drawn alike."""
     if not share_one_data_set(records):
         return []
     first_passes = [epochs[0] for epochs in passes_by_data_set(records)]
@@ -304,7 +303,7 @@ def data_sets_in_parts(records: list[RankRecord]) -> list[list[LoaderPass]]:
 
 
 def have_the_same_labels(passes: list[LoaderPass]) -> bool:
-    """Are the labels alike by no chance, while the inputs may differ by what a rank draws?"""
+    """Are the labels the same, too many for chance, while random draws may change the inputs?"""
     draws = any(own.workers_drew or any(own.drew) for own in passes)
     if not draws or not same_on_all_ranks(passes, "labels"):
         return False
@@ -314,15 +313,18 @@ def have_the_same_labels(passes: list[LoaderPass]) -> bool:
 
 
 def reason_of_shared_stream(share: float, has_ended: bool) -> Says:
-    """Is it not split at all, or in another order on each rank? Of a split one, no rank has all,
-    and the first samples of two ranks are not nearly the same."""
+    """Choose the reason why ranks share samples of a stream.
+
+    Nearly equal first samples mean that the stream is not split at all. If it has ended on all
+    ranks, each rank splits it in a different order.
+    """
     if share > NEARLY_ALL:
         return Says.STREAM_NOT_SPLIT
     return Says.STREAM_SPLIT_DIFFERENTLY if has_ended else Says.CONTENTS_SHARED
 
 
 def share_in_common(checksums: list[int], others: list[int]) -> float:
-    """The share of samples with the same content; 0 if the samples are too much alike to tell."""
+    """Return the share of common samples; 0 if samples are too much alike to tell."""
     own, other = {*checksums}, {*others}
     if not other or len(other) < len(others) / 2:
         return 0.0

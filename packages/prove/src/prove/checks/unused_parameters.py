@@ -1,4 +1,4 @@
-"""Does each parameter get a gradient, and on all ranks? Without one, DDP may stop a rank."""
+"""Does each parameter get a gradient on all ranks? Otherwise DDP may raise an error."""
 
 import re
 
@@ -38,7 +38,7 @@ class Says(Reason):
 
 
 def judge_end(seen: Seen) -> list[ReportRow]:
-    """DDP itself has stopped a rank."""
+    """Report that DDP itself raised an error on a rank, because parameters were unused."""
     stopped = [rank for rank in seen.records if error_is(rank, REDUCTION_STOPPED)]
     if seen.is_alone or not stopped or (error := stopped[0].error) is None:
         return []
@@ -51,13 +51,13 @@ def judge_end(seen: Seen) -> list[ReportRow]:
 
 
 def rows_of(ddp: DDPRecord) -> list[ReportRow]:
-    """No step has a gradient of some parameters; optimizer.py asks, for each model in turn."""
+    """Report parameters without a gradient in any step; optimizer.py calls it per DDP model."""
     unused = [name for name in ddp.without_gradient if name not in ddp.in_no_optimizer]
     return [warning(NAME, Says.PARAMETERS_UNUSED, names=unused)] if unused and ddp.forwards else []
 
 
 def judge_steps(seen: Seen) -> list[ReportRow]:
-    """Only some ranks have a gradient of some parameters."""
+    """Report parameters that have a gradient on some ranks only."""
     for step in seen.steps:
         local = step.by_parameter("local_gradients")
         without = [

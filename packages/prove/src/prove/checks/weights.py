@@ -1,6 +1,6 @@
-"""Do all ranks hold the same weights, after each step?
+"""Do all ranks hold the same weights after each step?
 
-What moves is compared, whoever has moved it: an optimizer, or the script itself.
+All weights that change are compared, whether an optimizer or the script itself changes them.
 """
 
 from typing import NamedTuple
@@ -76,13 +76,13 @@ def judge(seen: Seen) -> list[ReportRow]:
 
 
 class HeldWeights(NamedTuple):
-    """What the ranks hold of one parameter after so many steps of the run, as time goes by."""
+    """One parameter on all ranks: its projections after each counted step."""
 
     name: str
     in_ddp: bool
-    at: str  # of its first step
+    at: str  # line of its first step
     held: list[tuple[int, tuple[Projection, ...]]]
-    unfrozen: str = ""  # where the DDP was made that found it frozen, and so does not average it
+    unfrozen: str = ""  # line of the DDP that found it frozen and so ignores it
 
     @property
     def differs_at(self) -> list[int]:
@@ -97,13 +97,15 @@ class HeldWeights(NamedTuple):
 
     @property
     def moved(self) -> bool:
-        """Has it changed on some rank?"""
+        """Has the parameter changed on some rank?"""
         return any(differ(of_rank) for of_rank in zip(*(own for _, own in self.held), strict=True))
 
 
 def held_weights(records: list[RankRecord], steps: list[StepOfRanks]) -> list[HeldWeights]:
-    """List what the ranks hold of each parameter of a trained module between two batches; if none
-    of these moves, what the optimizers hold after each step."""
+    """List the parameters of trained modules, as all ranks hold them between batches.
+
+    If none of them changes, add the parameters that optimizers hold after each step.
+    """
     places = {key: step.at for step in reversed(steps) for key in step.optimizer.keys}
     in_ddp = {key for ddp in records[0].ddps for key in ddp.keys}
     unfrozen = unfrozen_parameters(records[0])
@@ -120,17 +122,17 @@ def held_weights(records: list[RankRecord], steps: list[StepOfRanks]) -> list[He
             at, frozen_at = places.get(key, ""), unfrozen.get(key, "")
             weights[key] = HeldWeights(name, key in in_ddp, at, held, frozen_at)
     if any(each.moved for each in weights.values()):
-        return [*weights.values()]  # beside these, a rank may hold its part of the masters
+        return [*weights.values()]  # an optimizer may hold only its part of master weights
     return [*weights.values(), *held_by_optimizers(steps, {*weights})]
 
 
 def unfrozen_parameters(first: RankRecord) -> dict[str, str]:
-    """Where the DDP was made that found each of them frozen, by their keys."""
+    """Return, by key of each parameter that a DDP found frozen, the line that made the DDP."""
     return {key: ddp.at for ddp in first.ddps for key in ddp.unfrozen}
 
 
 def held_by_optimizers(steps: list[StepOfRanks], known: set[str]) -> list[HeldWeights]:
-    """What the optimizers hold of parameters that are not yet `known`."""
+    """List the parameters of optimizers that are not yet `known`."""
     found: dict[tuple[int, int], HeldWeights] = {}
     for step in steps:
         optimizer = step.optimizer

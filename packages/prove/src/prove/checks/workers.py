@@ -1,4 +1,4 @@
-"""Does each worker of a loader yield samples of its own?"""
+"""Does each worker of a loader yield different samples?"""
 
 from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import iterable
@@ -21,7 +21,7 @@ def judge(seen: Seen) -> list[ReportRow]:
     rows = []
     for passes in data_sets_in_parts(seen.records):
         first = passes[0]
-        of_workers = first.contents[: first.workers]  # each gives one batch in turn
+        of_workers = first.contents[: first.workers]  # workers give batches in turn
         are_alike = all(batch == of_workers[0] for batch in of_workers)
         if first.is_stream and len(of_workers) > 1 and are_alike:
             facts = facts_by_content(passes)

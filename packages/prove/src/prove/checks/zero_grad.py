@@ -1,4 +1,4 @@
-"""Does each step begin without the gradients of the step before?"""
+"""Are the gradients cleared before each step?"""
 
 from prove.checks import averaged_gradients
 from prove.checks.base import Check, Phase, Seen
@@ -19,7 +19,7 @@ class Says(Reason):
 
 
 def judge(seen: Seen) -> list[ReportRow]:
-    """Where averaged_gradients.py has a row, that tells more."""
+    """Stay silent if averaged_gradients.py already has a row, which is more precise."""
     kept = steps_with_old_gradients(seen.steps)
     if not kept or seen.rows_of(averaged_gradients.CHECK):
         return []

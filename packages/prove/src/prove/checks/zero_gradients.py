@@ -1,4 +1,4 @@
-"""Is any gradient of any step other than zero?"""
+"""Is every gradient of every step zero, so that nothing is trained?"""
 
 from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import LOSS, plain
@@ -19,7 +19,7 @@ def judge(seen: Seen) -> list[ReportRow]:
     optimizers = [optimizer for rank in seen.records for optimizer in rank.optimizers]
     steps = [step for optimizer in optimizers for step in optimizer.steps]
     norms = [gradient[1] for step in steps for gradient in step.gradients if gradient]
-    if not norms or any(norm != 0 for norm in norms):  # also if it is not a number
+    if not norms or any(norm != 0 for norm in norms):  # NaN counts as nonzero
         return []
     return [wrong(NAME, Says.ZERO_GRADIENTS, at=steps[0].at)]
 

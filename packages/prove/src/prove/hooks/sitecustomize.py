@@ -1,7 +1,7 @@
-"""Python runs this in each process that the user's command starts: it waits for `import torch`.
+"""Wait for `import torch` in each process of the user's command, then install the watchers.
 
-AFTER_TORCH is a folder and a module in it, as in /path/to/src:prove.watch.observe; install() of
-that module is called then.
+Python imports this module at its start. AFTER_TORCH names a folder and a module in it, such as
+/path/to/src:prove.watch.observe, whose install() is called after torch is imported.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ class AfterTorch:
             return None
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path, target)
-        if spec is None or spec.loader is None:  # this Python has no torch, as it will say itself
+        if spec is None or spec.loader is None:  # without torch, the import fails by itself
             return None
         load = spec.loader.exec_module
 
@@ -43,5 +43,5 @@ if "AFTER_TORCH" in os.environ:
     sys.meta_path.insert(0, AfterTorch(*os.environ["AFTER_TORCH"].rsplit(":", 1)))
 elsewhere = [path for path in sys.path if path and os.path.abspath(path) != HERE]
 spec = PathFinder.find_spec("sitecustomize", elsewhere)
-if spec and spec.loader:  # the user may have one, too
+if spec and spec.loader:  # run the user's own sitecustomize
     spec.loader.exec_module(importlib.util.module_from_spec(spec))

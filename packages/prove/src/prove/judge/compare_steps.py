@@ -1,6 +1,6 @@
 """Does one rank compute what all ranks compute? This is the proof; all other rows explain it.
 
-Compared are the gradients of all steps, and the weights after the last one.
+The gradients of all steps are compared, and the weights after the last one.
 """
 
 from dataclasses import dataclass, field
@@ -36,20 +36,20 @@ from prove.judge.table import NOT_SEEN, RIGHT, WARNING, WRONG, ProofRow, ReportR
 from prove.judge.wording import phrase
 from prove.rank_record import Flag, OptimizerRecord, OptimizerStep, Projection
 
-FLOAT64_LIMIT = 1e-9  # how far rounding can bring equal gradients apart, in units of their length
-FLOAT64_WRONG = 1e-4  # what differs less may be rounding that has grown: no verdict
-SMALLEST_LENGTH = 1e-12  # a gradient that is shorter is rounding itself
-COARSEST = 0.01  # numbers near 1 are 0.008 apart in bfloat16: coarser ones tell too little
-FIRST_STEPS = 3  # whose weights decide where the gradient is not yet what all ranks have in common
-FEWEST_STEPS = 2  # that moved: Adam's first step is a sign
-WEIGHTS_LIMIT = 1e-5  # of what a step changes: rounding grows, and Adam divides by small gradients
-HIDDEN_FACTOR_LIMIT = 1e-2  # of that change: what the epsilon of Adam lets through of a factor
+FLOAT64_LIMIT = 1e-9  # the largest relative error of gradients that rounding alone can make
+FLOAT64_WRONG = 1e-4  # a smaller relative error may be rounding that has grown: no verdict
+SMALLEST_LENGTH = 1e-12  # a shorter gradient consists of rounding errors
+COARSEST = 0.01  # spacing near 1: bfloat16 has 0.008, coarser numbers tell too little
+FIRST_STEPS = 3  # steps compared by weights when ranks average in or after step()
+FEWEST_STEPS = 2  # with changed weights, because Adam's first step keeps only signs
+WEIGHTS_LIMIT = 1e-5  # relative to a step's change: rounding grows, and Adam magnifies it
+HIDDEN_FACTOR_LIMIT = 1e-2  # relative to a step's change: a factor shows through Adam's epsilon
 
 OF_OTHER_PARAMETERS = (ReplayReason.OTHER_SHAPE, ReplayReason.OTHER_PARAMETERS)
 
 
 class Outcome(Enum):
-    """What a comparison has shown, from the worst to the best."""
+    """The result of a comparison, from the worst to the best."""
 
     DIFFERENT = "different"
     MEANT_SO = "different, as may be meant"
@@ -63,7 +63,7 @@ VERDICTS = {Outcome.DIFFERENT: WRONG, Outcome.MEANT_SO: WARNING, Outcome.EQUAL: 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result for one optimizer: its steps on all ranks and on one. facts: the numbers."""
+    """The result for one optimizer, on all ranks and on one; `facts` holds the numbers."""
 
     outcome: Outcome
     reason: Reason
@@ -78,7 +78,7 @@ def not_compared(reason: Reason, **facts: Any) -> Comparison:
 
 
 class Comparer:
-    """Compares the steps of one optimizer."""
+    """Compares the steps of one optimizer on all ranks with those on one rank."""
 
     def __init__(self, replay: Replay, number: int) -> None:
         self.replay, self.number = replay, number
@@ -92,8 +92,8 @@ class Comparer:
 
     @property
     def limit(self) -> float:
-        """How far rounding alone can bring two equal gradients apart, in units of their length."""
-        spacing = max(map(precision, self.dtypes), default=0.0)  # of numbers near 1
+        """Return the largest relative error that rounding alone can make in equal gradients."""
+        spacing = max(map(precision, self.dtypes), default=0.0)  # spacing of numbers near 1
         sent = 2 * self.replay.observed.exchange_precision
         if spacing > 1e-6:  # in 16 bits
             return 5e-2
@@ -104,11 +104,15 @@ class Comparer:
 
     @property
     def wrong_from(self) -> float:
+        """Return the relative error from which a difference is WRONG.
+
+        Between `limit` and this value, rounding and a mistake cannot be told apart.
+        """
         return FLOAT64_WRONG if self.limit == FLOAT64_LIMIT else 5 * self.limit
 
     @property
     def advice(self) -> dict[str, Any]:
-        """How to run it so that rounding is told from a mistake."""
+        """Advise how to run the script so that rounding can be told from a mistake."""
         run_in, in_float64 = self.replay.precision, self.limit == FLOAT64_LIMIT
         if run_in == Precision.FLOAT64:
             return phrase(Phrase.ALLOW_FLOAT32 if in_float64 else Phrase.SEND_IN_FLOAT64)
@@ -147,7 +151,7 @@ class Comparer:
             return obstacle
         ranks_gradient = torch.cat([pair.ranks_gradient for pair in self.gradients])
         one_gradient = torch.cat([pair.one_gradient for pair in self.gradients])
-        # 0: of a loss that has no weight yet
+        # Both norms are 0 if the loss does not depend on the parameters yet.
         length = float(one_gradient.norm() or ranks_gradient.norm())
         apart = float((ranks_gradient - one_gradient).norm()) / (length or 1.0)
         if (apart > self.limit or not length) and self.averages_later:
@@ -167,7 +171,7 @@ class Comparer:
 
     @property
     def averages_later(self) -> bool:
-        """Do the ranks talk in step() or after it, and hold other gradients before it?"""
+        """Do the ranks average in step() or after it, so that their gradients differ before it?"""
         own = self.replay.own_steps(self.number)
         first = next(
             (ranks_steps for ranks_steps in own if any(map(has_gradient, ranks_steps))), ()
@@ -222,7 +226,10 @@ class Comparer:
         return Comparison(outcome, reason, facts)
 
     def states_after_last_step(self) -> list[tuple[list[Projection], ...]]:
-        """What the script has made of the weights then, if no other optimizer steps."""
+        """Return the weights that the script left after the last step; empty if they are unknown.
+
+        With several optimizers, nobody knows whose steps changed them.
+        """
         runs, count = (self.replay.observed, self.replay.replayed), len(self.steps)
         keys = self.optimizer.keys
         stepping = [optimizer for optimizer in runs[0].optimizers if optimizer.steps]
@@ -236,8 +243,11 @@ class Comparer:
         return self.without_rounding(step.weights_before)
 
     def without_rounding(self, weights: list[Projection]) -> list[Projection]:
-        """Zeros for parameters whose gradient is rounding in all steps, before BatchNorm for
-        instance: Adam divides it by itself."""
+        """Replace the weights by zeros where the gradient is only rounding in all steps.
+
+        A bias before BatchNorm is an example. Adam divides such a gradient by its own size, so the
+        weights of both runs differ, though neither run is wrong.
+        """
         of_steps = [one_step.gradients for _, one_step in self.steps if has_gradient(one_step)]
         of_steps = [each for each in of_steps if are_finite([own for own in each if own])]
         lengths = [max(gradient[1] for gradient in each if gradient) for each in of_steps]
@@ -254,7 +264,7 @@ class Comparer:
         ]
 
     def why_not_compared(self) -> Comparison | None:
-        """Why the two runs cannot be compared."""
+        """Say why the two runs cannot be compared; return None if they can."""
         replay, other_shapes = self.replay, self.replay.replayed.other_shapes
         names = self.optimizer.names
         if self.number in other_shapes or any(
@@ -364,7 +374,7 @@ class Comparer:
     def compare_less_precisely(
         self, steps: list[tuple[OptimizerStep, OptimizerStep]], apart: float, facts: dict[str, Any]
     ) -> Comparison:
-        """A mistake that begins later is larger at once; rounding grows."""
+        """Compare later steps: a jump between two steps is a mistake, slow growth is rounding."""
         before = 0.0
         for n, (ranks_step, one_step) in enumerate(steps, start=1):
             now = gradients_apart(ranks_step.gradients, one_step.gradients)
@@ -399,7 +409,7 @@ class Comparer:
         weights_apart: list[float],
         facts: dict[str, Any],
     ) -> Comparison:
-        """A later gradient, rounding that the optimizer has made larger, or a mistake."""
+        """Find why weights differ: a later gradient, magnified rounding, or a mistake."""
         of_gradients = [
             gradients_apart(ranks_step.gradients, one_step.gradients)
             for ranks_step, one_step in steps
@@ -412,7 +422,7 @@ class Comparer:
                 return self.other_later_gradient(facts, ranks_step, one_step)
         adapts = any(optimizer.is_adaptive for optimizer in self.replay.observed.optimizers)
         if adapts and weights_apart[0] <= 1e-5 and not other_change_between(steps, weights_apart):
-            # A bias whose gradient is only rounding (before BatchNorm, of attention's keys) grows
+            # A bias whose gradient is only rounding (before BatchNorm, in attention's keys) grows
             # from step to step, because the optimizer divides by that gradient. A mistake between
             # two steps would show in the gradient of the second.
             facts |= {"gradients_apart": max(of_gradients), "first_apart": weights_apart[0]}
@@ -430,8 +440,10 @@ class Comparer:
 def other_change_between(
     steps: list[tuple[OptimizerStep, OptimizerStep]], weights_apart: list[float]
 ) -> bool:
-    """Does the script itself part weights that were equal after a step, before the next one? A loss
-    that is linear in them, as that of a critic, does not show it in the next gradient."""
+    """Does the script change equal weights differently between two steps?
+
+    A loss that is linear in the weights, such as a critic's, does not show this in its gradient.
+    """
     change = distance(steps[-1][0].weights_after, steps[0][0].weights_before) or 1.0
     return any(
         apart <= 1e-5
@@ -446,7 +458,7 @@ def comparisons(replay: Replay) -> list[Comparison]:
     numbers = [n for n, optimizer in enumerate(optimizers) if optimizer.steps]
     compared = [Comparer(replay, number).compare() for number in numbers]
     in_modules = [n for n in numbers if any(optimizers[n].keys)]
-    if in_modules:  # beside these, each rank may hold its part of the masters
+    if in_modules:  # other optimizers may hold each rank's part of the master weights
         compared = [
             each
             for n, each in zip(numbers, compared, strict=True)
@@ -465,9 +477,9 @@ def comparisons(replay: Replay) -> list[Comparison]:
 
 
 def compare_by_model(replay: Replay, at: str) -> Comparison | None:
-    """Compare the weights of the whole model, where optimizers hold only what their rank owns.
+    """Compare the weights of the whole model between batches; return None if that is not enough.
 
-    These are the weights between the batches. None: they do not tell.
+    This is needed where the optimizer of each rank holds only the parameters that the rank owns.
     """
     ranks_weights, one_weights = replay.observed.weights, replay.replayed.weights
     counts = sorted(ranks_weights.keys() & one_weights.keys())
@@ -492,7 +504,7 @@ def compare_by_model(replay: Replay, at: str) -> Comparison | None:
 
 
 def one_of_each(compared: list[Comparison]) -> list[Comparison]:
-    """Keep the farthest of the optimizers that one line steps and that differ for one reason."""
+    """Of optimizers with one outcome, reason and line, keep the one with the largest error."""
     groups: dict[tuple, list[Comparison]] = {}
     for each in compared:
         key = (each.outcome, each.reason, each.facts.get("at"), each.facts.get("times"))

@@ -1,6 +1,6 @@
 """How far are two gradients, weights or numbers apart, and is one a multiple of the other?
 
-Of weights and of later gradients, only their projections are known: see model_tensors.project.
+Weights and later gradients are known only by their projections: see model_tensors.project.
 """
 
 import math
@@ -15,15 +15,16 @@ Projections = Sequence[Projection | None]
 
 
 def distance(projections: list, others: list) -> float:
-    """Measure how far two lists of tensors are apart, as far as their projections tell."""
+    """Measure the distance between two lists of tensors by their projections."""
     pairs = zip(projections, others, strict=False)
     return float(sum((value - other) ** 2 for (value, _), (other, _) in pairs) ** 0.5)
 
 
 def apart_by_step(states: Sequence[Sequence[list[Projection]]]) -> dict[int, float]:
-    """How far the weights of both runs are apart after each step that moved them, in its change.
+    """Return the distance of both runs' weights after each step, relative to the step's change.
 
-    states: before each step and after the last one, the weights of all ranks and those of one.
+    Steps that change nothing are left out. `states` holds the weights of all ranks and of one rank
+    before each step and after the last one.
     """
     return {
         n: distance(*after) / distance(before[0], after[0])
@@ -33,14 +34,14 @@ def apart_by_step(states: Sequence[Sequence[list[Projection]]]) -> dict[int, flo
 
 
 def name_of_farthest(names: list[str], projections: Projections, others: Projections) -> str:
-    """The name of the tensor whose projections are farthest apart."""
+    """Name the tensor whose projections are farthest apart."""
     pairs = zip(projections, others, strict=False)
     far = [abs(own[0] - other[0]) if own and other else 0.0 for own, other in pairs]
     return names[far.index(max(far))]
 
 
 def gradients_apart(gradients: list, others: list) -> float:
-    """How far two gradients are apart, in units of their length."""
+    """Measure the relative error of two gradients by their projections."""
     pairs = zip(gradients, others, strict=False)
     known = [pair for pair in pairs if None not in pair]
     length = sum(norm**2 for _, (_, norm) in known) ** 0.5
@@ -67,7 +68,7 @@ def weights_are_finite(pair: tuple[OptimizerStep, OptimizerStep]) -> bool:
 
 
 def has_gradient(step: OptimizerStep) -> bool:
-    """Has this step a gradient that is not zero?"""
+    """Does this step have a gradient that is not zero?"""
     return any(gradient and gradient[1] != 0 for gradient in step.gradients)
 
 
@@ -86,10 +87,10 @@ def is_multiple(pair: Gradients, factor: float, limit: float) -> bool:
 
 
 def factor_of_moments(pair: tuple[OptimizerStep, OptimizerStep]) -> float | None:
-    """Find the factor between what step() has averaged and what one rank has.
+    """Find the factor between the gradient that step() averaged and that of one rank.
 
-    The moments show it, also where the weights hide it. None: there is none, or not one for all
-    parameters.
+    Adam's weights hide such a factor, but its moments show it. Returns None if there is no factor,
+    or not the same one for all parameters.
     """
     for name in {name for moments in pair[0].moments for name in moments}:
         both = [

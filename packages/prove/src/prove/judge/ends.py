@@ -1,4 +1,4 @@
-"""How did the ranks end? With which error, or where do they wait for each other?"""
+"""How did the ranks end: with which error, or waiting for each other at which line?"""
 
 import os
 import re
@@ -8,16 +8,16 @@ from typing import Any
 from prove.judge.wording import in_words, phrase
 from prove.rank_record import Collective, Ended, Flag, RankRecord, RunOutcome
 
-LOST_CONNECTION = re.compile(  # the other rank is gone
+LOST_CONNECTION = re.compile(  # errors that say: the other rank is gone
     "closed by peer|reset by peer|Broken pipe|Read error|ncclRemoteError|ncclSystemError"
 )
-OTHER_MESSAGE = re.compile(  # the other rank sent something else: it is in another collective
+OTHER_MESSAGE = re.compile(  # errors that say: the other rank is in another collective
     r"preamble\.length|[Ee]nforce ?(fail|NotMet)|ncclInvalidUsage|Detected mismatch between coll"
 )
-LAUNCHER = "torch.distributed.elastic"  # its own error says only that a rank has failed
-INSTALLED = re.compile("-packages/|/lib/python|/prove/src/prove/")  # no line of the script
+LAUNCHER = "torch.distributed.elastic"  # the launcher's own error says only that a rank failed
+INSTALLED = re.compile("-packages/|/lib/python|/prove/src/prove/")  # not of the script
 NO_CALL = Collective("no collective", "any place")
-MOST_CHARACTERS = 240  # of an error
+MOST_CHARACTERS = 240  # longest error text in a row
 
 
 def error_is(rank: RankRecord, kind: re.Pattern) -> bool:
@@ -29,8 +29,10 @@ def ends_with_others(rank: RankRecord) -> bool:
 
 
 def without_our_ends(outcome: RunOutcome) -> RunOutcome:
-    """We end a rank that has seen enough. Ranks that take other batches may still wait for it, and
-    lose their connection: that is no error of theirs."""
+    """Excuse ranks that lost their connection because prove had ended another rank.
+
+    prove ends a rank that has seen enough. Ranks that take other batches may still wait for it.
+    """
     if not any(rank.ended == Ended.WHEN_SEEN for rank in outcome.records):
         return outcome
     if not all(rank.error is None or error_is(rank, LOST_CONNECTION) for rank in outcome.records):
@@ -51,8 +53,11 @@ def wait_for_ever(outcome: RunOutcome) -> bool:
 
 
 def have_parted(outcome: RunOutcome) -> bool:
-    """One rank ends, or is in another collective, and the others lose their connection: no rank has
-    an error of its own. gloo may end the process of a rank without an error of Python."""
+    """Did the ranks lose each other, though none has an error of its own?
+
+    One rank ended or called another collective, so the others lost their connection. gloo may end
+    the process of a rank without a Python error, so the log is searched as well.
+    """
     records = outcome.records
     misfit = bool(OTHER_MESSAGE.search(outcome.log))
     lost = any(error_is(rank, LOST_CONNECTION) for rank in records)
@@ -66,7 +71,7 @@ def is_of_the_connection(rank: RankRecord) -> bool:
 
 
 def state_of(rank: RankRecord, hang: bool) -> dict[str, Any]:
-    """A phrase: where this rank waits, or how it has ended."""
+    """Say in a phrase where this rank waits, or how it has ended."""
     number = rank.rank
     if rank.error:
         words = "rank {rank} loses its connection at {at}"
@@ -77,7 +82,7 @@ def state_of(rank: RankRecord, hang: bool) -> dict[str, Any]:
         return phrase(
             "rank {rank} has ended after {steps} steps", rank=number, steps=rank.step_count
         )
-    if not hang:  # its process was killed; where it was in its last call is all that is known
+    if not hang:  # the process was killed, so only its last call is known
         last = rank.collectives[-1] if rank.collectives else NO_CALL
         words = "the process of rank {rank} ended in {name} at {at}"
         return phrase(words, rank=number, name=last.name, at=last.at)
@@ -95,13 +100,13 @@ def state_of(rank: RankRecord, hang: bool) -> dict[str, Any]:
 
 
 def what_ranks_do(outcome: RunOutcome) -> str:
-    """Where nobody can say whether they wait for each other."""
+    """Describe what each rank was doing when progress stopped and no hang could be proven."""
     states = [state_of(rank, hang=True) for rank in outcome.records]
     return in_words("{ranks:; }", {"ranks": states}) if states else "no rank has joined a group"
 
 
 def error_of(outcome: RunOutcome) -> str:
-    """The script's own error: of the rank that failed first, and not of one that then lost it."""
+    """Return the error of the rank that failed first, not of one that then lost its connection."""
     failed = [rank for rank in outcome.records if rank.error]
     failed.sort(
         key=lambda rank: (error_is(rank, LOST_CONNECTION), rank.error and rank.error.seconds)

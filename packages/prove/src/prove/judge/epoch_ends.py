@@ -1,12 +1,15 @@
-"""Was an epoch seen as it ends? If it was cut elsewhere, how many batches would show that?"""
+"""Did prove see how an epoch ends? If not, how many batches would show it?"""
 
 from prove.judge.loader_passes import epochs_of_data_set
 from prove.rank_record import Flag, LoaderPass, RankRecord, RunOutcome
 
 
 def batches_up_to_last_window(record: RankRecord) -> int:
-    """Where several batches make one step, and the epoch was cut so that its last window is longer
-    or shorter than it is: how many batches end as the whole epoch does? 0: these do."""
+    """How many batches end with the same last window as the whole epoch; 0 if these do.
+
+    This matters if several batches make one step: then a cut epoch may end with a longer or shorter
+    window than the whole one.
+    """
     for loader_pass in record.loader_passes:
         given, length, window = (
             loader_pass.batches_given,
@@ -16,7 +19,7 @@ def batches_up_to_last_window(record: RankRecord) -> int:
         is_cut = loader_pass.most_batches <= given < length and not loader_pass.ended
         if not is_cut or not loader_pass.backwards or window == 1:
             continue
-        if window in (0, given):  # the cut may be what made it step: the window may be longer
+        if window in (0, given):  # perhaps only the cut made the script step
             window = given
         elif loader_pass.ends_as_whole():
             continue
@@ -25,8 +28,10 @@ def batches_up_to_last_window(record: RankRecord) -> int:
 
 
 def shortest_of_unequal_epochs(records: list[RankRecord]) -> int:
-    """Batches of the rank that has fewest, in the epochs that are unequal; 0: all have as many, or
-    nobody knows."""
+    """Return the fewest batches of a rank in an epoch of unequal lengths.
+
+    Returns 0 if all ranks have equally many, or if their numbers are unknown.
+    """
     if not records:
         return 0
     if Flag.JOINS in records[0].flags:
@@ -40,9 +45,9 @@ def shortest_of_unequal_epochs(records: list[RankRecord]) -> int:
 
 
 def stop_together(outcome: RunOutcome) -> bool:
-    """Do all ranks end well, and make as many steps in each epoch?
+    """Do all ranks end well, with equally many steps in each epoch?
 
-    A rank that waits in a step when it is ended has not counted it.
+    A rank that prove ends while it waits inside a step has not counted this step.
     """
     records = outcome.records
     if outcome.status or not all(rank.ended.is_well for rank in records):
@@ -52,7 +57,7 @@ def stop_together(outcome: RunOutcome) -> bool:
 
 
 def steps_of_epoch(record: RankRecord, loader_pass: LoaderPass) -> int:
-    """How many steps come before the next epoch; the last one before a `break` is one of them."""
+    """Count the steps until the next epoch, including the last one before a `break`."""
     later = record.loader_passes[loader_pass.number + 1 :]
     ends = [
         each.steps_before for each in later if each.dataset_number == loader_pass.dataset_number

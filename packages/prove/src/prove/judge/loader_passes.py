@@ -1,6 +1,6 @@
-"""Which passes over a loader belong together, and what is the same in those of all ranks?
+"""Which passes over a loader belong together, and what do they have in common on all ranks?
 
-A LoaderPass is what the record of a rank says of one pass.
+A LoaderPass is the record of one pass on one rank.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ NEARLY_ALL = 0.98  # the share of a data set that counts as the whole
 
 
 def with_samples(records: list[RankRecord]) -> list[RankRecord]:
-    """The records, and from the files beside them which samples each pass drew, and may draw."""
+    """Complete the records with the indices of each pass, which lie in files of their own."""
     return [
         replace(rank, loader_passes=[*map(pass_with_samples, rank.loader_passes)])
         for rank in records
@@ -50,14 +50,14 @@ def passes_by_data_set(records: list[RankRecord]) -> list[list[list[LoaderPass]]
 
 
 def epochs_of_data_set(records: list[RankRecord]) -> list[list[LoaderPass]]:
-    """The passes over the data set that is trained on first."""
+    """List the passes over the data set that is trained on first."""
     passes = trained_loader_passes(records)
     datasets = [each.dataset_number for each in passes[0]] if passes else []
     return [each for each in passes if [own.dataset_number for own in each] == datasets]
 
 
 def place_of(loader_pass: LoaderPass, number: int) -> str | dict[str, Any]:
-    """Say where the loader of a pass was made; number: of the pass over its data set."""
+    """Say where the loader was made; `number` counts the passes over its data set."""
     if number == 1:
         return loader_pass.at
     return phrase("{at} in pass {number} over it", at=loader_pass.at, number=number)
@@ -74,7 +74,7 @@ def same_dataset(passes: list[LoaderPass]) -> bool:
 
 
 def differing_fields(passes: list[LoaderPass]) -> list[str]:
-    """The fields of a sample that differ between the ranks, though its first tensor is the same."""
+    """Name the fields that differ between the ranks, although the first tensor is the same."""
     first, fields = passes[0].fingerprint, passes[0].fields
     if not first or not same_on_all_ranks(passes, "fields", "dataset_length"):
         return []
@@ -92,26 +92,26 @@ def differing_fields(passes: list[LoaderPass]) -> list[str]:
 
 
 def compared_by_index(passes: list[LoaderPass]) -> bool:
-    """Do indices tell which samples are the same on two ranks? Else, only contents do."""
+    """Do indices tell which samples two ranks share? Otherwise, only contents do."""
     same = same_dataset(passes) or bool(differing_fields(passes))
     return same and not passes[0].is_stream and all(own.indices for own in passes)
 
 
 def sample_count(passes: list[LoaderPass]) -> int:
-    """How many samples the ranks may draw together."""
+    """Count the samples from which all ranks together may draw."""
     parts = [loader_pass.may_draw for loader_pass in passes if loader_pass.may_draw is not None]
     return len(set().union(*parts)) if len(parts) == len(passes) else passes[0].dataset_length or 0
 
 
 def rows_are_split(records: list[RankRecord]) -> bool:
-    """The script gives each rank a part of the rows of a batch that all have loaded."""
+    """Do all ranks load the same batches, and does each use only a part of the rows?"""
     passes = trained_loader_passes(records)
     if not passes or not same_on_all_ranks(passes[0], "indices"):
         return False
-    if compute_the_same(records, passes[0]):  # all take the same rows
+    if compute_the_same(records, passes[0]):  # all ranks use the same rows
         return False
-    loaded: dict[tuple, int] = {}  # rows of each batch of each rank
-    used: Counter = Counter()  # those that went into the model
+    loaded: dict[tuple, int] = {}  # number of loaded rows, by rank and batch
+    used: Counter = Counter()  # number of rows that went into the model
     for rank in records:
         for call in rank.model_calls:
             if call.batch_size and call.batch_size > 1:
@@ -130,13 +130,16 @@ def same_contents(records: list[RankRecord]) -> bool:
 
 
 def share_one_data_set(records: list[RankRecord]) -> bool:
-    """Do the ranks train on one data set? Groups of ranks may each train on what they like."""
+    """Do the ranks train on one data set? With process groups, each may have its own."""
     return len(records) > 1 and Flag.HAS_GROUPS not in records[0].flags
 
 
 def compute_the_same(records: list[RankRecord], passes: list[LoaderPass]) -> bool:
-    """Does each rank compute from these passes what the others do? Dropout alone makes no
-    difference: then what the model is given decides, and where there are no gradients."""
+    """Does each rank compute the same from these passes?
+
+    The gradients decide. With dropout, which differs by rank, or without gradients, the inputs of
+    the model decide.
+    """
     gradients = [gradients_of(rank, own) for rank, own in zip(records, passes, strict=False)]
     if not records[0].dropout and gradients and all(gradients):
         pairs = zip(*gradients, strict=False)
@@ -150,9 +153,9 @@ def compute_the_same(records: list[RankRecord], passes: list[LoaderPass]) -> boo
 
 
 def gradients_of(rank: RankRecord, loader_pass: LoaderPass | None) -> list[float]:
-    """The projected gradients that backward gave this rank in a pass, before any averaging."""
+    """Return the projected local gradients of a pass, from before any averaging."""
     optimizers = [optimizer.steps for optimizer in rank.optimizers]
-    if loader_pass is not None and len(optimizers) == 1:  # else nobody knows which steps are its
+    if loader_pass is not None and len(optimizers) == 1:  # with several, a step has no known pass
         before = loader_pass.steps_before
         optimizers = [optimizers[0][before : before + loader_pass.step_count]]
     steps = [step for steps in optimizers for step in steps]

@@ -7,8 +7,10 @@ from prove.rank_record import RankRecord
 
 
 def original_epoch_rows(records: list[RankRecord], original: RankRecord) -> list[ReportRow]:
-    """Do all ranks together train on as many samples, in as many batches, as the original would?
-    It got our batches, but its loader has a length of its own."""
+    """Do all ranks together train on as many samples and batches per epoch as the original?
+
+    The replay gave the original the batches of the ranks, but its loader has its own length.
+    """
     check, passes = ProofRow.EPOCH_OF_ORIGINAL, trained_loader_passes(records)
     passes_of_original = [each for each in original.loader_passes if each.step_count]
     if not passes or not passes_of_original:

@@ -1,4 +1,4 @@
-"""Where do all ranks and one rank begin to compute differently? Layer by layer, before step 1."""
+"""Find the first layer whose output differs between all ranks and one rank, before step 1."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from prove.judge.replay import Replay
 from prove.judge.wording import phrase
 from prove.rank_record import LayerOutput, Mode
 
-LIMIT = 1e-6  # of the largest value
+LIMIT = 1e-6  # relative to the largest value
 
 
 def place_of_difference(replay: Replay) -> dict[str, Any]:
-    """A phrase that ends the sentence: the first layer that differs, or that none does."""
-    if replay.name == Mode.SEQUENCE:  # its layers are called more often
+    """Return a phrase for the end of a sentence: the first layer that differs, or none."""
+    if replay.name == Mode.SEQUENCE:  # a sequence calls each layer more often
         return phrase(Phrase.NOTHING)
     in_turn = zip(*(rank.outputs for rank in replay.records), replay.replayed.outputs, strict=False)
     seen = 0
@@ -22,7 +22,7 @@ def place_of_difference(replay: Replay) -> dict[str, Any]:
                 facts = {"rank": rank, "layer": name_of(own), "other": name_of(one_output)}
                 return phrase(Phrase.OTHER_LAYER, **facts)
         if len(one_output.rows) != sum(len(own.rows) for own in ranks_outputs):
-            continue  # no row for each sample
+            continue  # the output has no row for each sample
         if are_apart(ranks_outputs, one_output):
             return phrase(Phrase.FIRST_OUTPUT, layer=name_of(one_output))
         seen += 1
@@ -34,7 +34,7 @@ def name_of(output: LayerOutput) -> str:
 
 
 def are_apart(ranks_outputs: list[LayerOutput], one_output: LayerOutput) -> bool:
-    """Do the outputs of the ranks differ from those of one rank in any order of the samples?"""
+    """Do the outputs differ, whatever the order of the samples?"""
     rows = sorted(value for own in ranks_outputs for value in own.rows)
     largest = max(map(abs, rows), default=0.0) or 1.0
     return any(
@@ -44,6 +44,6 @@ def are_apart(ranks_outputs: list[LayerOutput], one_output: LayerOutput) -> bool
 
 
 def place_of_loss(replay: Replay) -> str:
-    """The line that computes the first loss, or else that of its backward; empty: not known."""
+    """Return the line of the first loss, or else of its backward; empty if unknown."""
     backwards = replay.observed.backwards
     return (backwards[0].loss_at or backwards[0].at) if backwards else ""

@@ -1,7 +1,7 @@
 """Are the numbers that the script prints or logs those of one rank?
 
-Compared is what stands at the same place of the same line. A number that is no result of the
-computation (a time, a speed) is known by the control: the same ranks, run again, print another one.
+Numbers at the same position of the same line are compared. The control tells which numbers are not
+results, such as times and speeds: they differ when the same ranks run again.
 """
 
 import re
@@ -21,8 +21,8 @@ STATISTIC = re.compile(
     re.I,
 )
 DECIMAL = re.compile(r"(?<![\w.:])[-+]?\d+\.\d+(?:[eE][-+]?\d+)?(?![\w.]*\d)")
-NAME = re.compile(r"([A-Za-z][\w@/-]*)\W{0,6}$")  # before a number
-NO_RESULT = re.compile(  # its name; a rate and an epoch may follow the number of ranks
+NAME = re.compile(r"([A-Za-z][\w@/-]*)\W{0,6}$")  # the word before a number
+NO_RESULT = re.compile(  # names; a learning rate or an epoch may depend on the number of ranks
     r"time|date|elapsed|eta|sec|duration|speed|fps|throughput|lr|rate|epoch|step|iter|progress|mem|"
     r"version|seed",
     re.I,
@@ -30,13 +30,13 @@ NO_RESULT = re.compile(  # its name; a rate and an epoch may follow the number o
 UNIT = re.compile(
     r"\s?(?:m?s|secs?|seconds?|min|minutes?|h|hours?|[KMGT]i?B|it|img|\w*/s)\b|\s?%\|"
 )
-FEWEST_DIGITS = 3  # of a number that no word explains: two could be equal by chance
+FEWEST_DIGITS = 3  # shorter numbers without a known name could agree by chance
 
 
 class PrintedNumber(NamedTuple):
     name: str
     text: str
-    is_statistic: bool  # its name says so: it is compared without a control, too
+    is_statistic: bool  # named like a loss or accuracy, so it needs no control
 
     @property
     def value(self) -> float:
@@ -56,14 +56,17 @@ class Place(NamedTuple):
     """Says where a number stands among all that a run prints."""
 
     at: str
-    line: int  # how often this place has printed before
+    line: int  # how many lines this source line has printed, with this one
     shape: str  # the line without its numbers
     number: int  # which number of the line it is
 
 
 def numbers_in(line: str) -> Iterator[tuple[int, PrintedNumber]]:
-    """The statistics in a line, and after them the other decimal numbers; each with its place among
-    all statistics, or among all numbers, whatever these are: 0.01 has too few digits, 0.123 not."""
+    """Yield the named statistics of a line first, then its other decimal numbers.
+
+    Each comes with its position: from -1 downward for statistics, from 0 upward among all numbers.
+    A number with fewer than three digits is skipped, since two could agree by chance.
+    """
     places = [match.start() for match in NUMBER.finditer(line)]
     known = [match.span(2) for match in STATISTIC.finditer(line)]
     for place, match in enumerate(STATISTIC.finditer(line)):
@@ -104,7 +107,7 @@ def learning_rates(record: RankRecord) -> set[float]:
 
 
 def differences(replay: Replay) -> dict[Place, tuple[PrintedNumber, PrintedNumber]]:
-    """Where all ranks (rank 0) and one rank print different numbers."""
+    """Pair the numbers that differ between rank 0 of all ranks and the one rank."""
     one_numbers = printed_numbers(replay.replayed)
     return {
         place: (number, one_numbers[place])
@@ -114,12 +117,12 @@ def differences(replay: Replay) -> dict[Place, tuple[PrintedNumber, PrintedNumbe
 
 
 def need_control(replay: Replay) -> bool:
-    """Some number differs, and nobody knows whether it is a result."""
+    """Does a number differ that may not be a result? Only a control can tell."""
     return any(not number.is_statistic for number, _ in differences(replay).values())
 
 
 def printed_rows(replay: Replay, control: list[RankRecord] | None = None) -> list[ReportRow]:
-    """control: the records of the same ranks, run again with what they got."""
+    """Compare the printed numbers. control: records of the same ranks, run again on their data."""
     check, one_numbers = ProofRow.PRINTED_NUMBERS, printed_numbers(replay.replayed)
     numbers = {
         place: number for place, number in printed_numbers(replay.observed).items()
@@ -136,7 +139,7 @@ def printed_rows(replay: Replay, control: list[RankRecord] | None = None) -> lis
             place: number for place, number in numbers.items()
             if (place.at, place.shape, place.number) not in unsteady
         }  # fmt: skip
-    differing: dict[str, dict[str, Any]] = {}  # the first difference of each place
+    differing: dict[str, dict[str, Any]] = {}  # the first difference of each source line
     for place, number in numbers.items():
         one = one_numbers[place]
         if not number.is_near(one, 1e-3):

@@ -1,14 +1,14 @@
 """Why does a row say what it says? Each reason has the words for its evidence, and one cure.
 
-A judge finds a reason and its facts. The sentences that they become stand with each check; those of
-the proof stand in replay_reasons.py. Braces name the facts, and say how wording.py writes them.
+A judge finds a reason and its facts. The sentences stand with each check, and those of the proof in
+replay_reasons.py. Braces in them name the facts, and say how wording.py writes them.
 """
 
 from enum import Enum
 
 
 class Heading:
-    """Names the headings of cures.md, which says more than a cure in the table can."""
+    """The headings of cures.md, which says more than a cure in the table can."""
 
     ACCURACY = "test-accuracy-differs-with-the-number-of-ranks"
     BUFFERS = "training-is-good-evaluation-is-bad-batchnorms-running-statistics"
@@ -51,7 +51,7 @@ OWN_SEED = "torch.manual_seed(seed + rank) after the model is built; numpy and r
 
 
 class Reason(Enum):
-    """Evidence, cure, and where cures.md says more (one of Heading)."""
+    """A sentence of a row: evidence, cure, and the Heading in cures.md that says more."""
 
     def __init__(self, evidence: str, cure: str = "", link: str = "") -> None:
         self.evidence, self.cure, self.link = evidence, cure, link

@@ -1,6 +1,6 @@
-"""A replay that has ended, and the run of all ranks that it replays: what can be compared in them.
+"""Hold a finished replay beside the run of all ranks, and pair what can be compared.
 
-What all ranks have is called `ranks_...`, and what one rank has `one_...`.
+Names begin with `ranks_` for values of all ranks, and with `one_` for values of the one rank.
 """
 
 import warnings
@@ -49,12 +49,12 @@ class Gradients(NamedTuple):
 
 def load_gradients(file: Path) -> dict:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that it checks sparse tensors
+        warnings.simplefilter("ignore")  # torch warns that it checks sparse tensors
         return dict(torch.load(file, weights_only=True))
 
 
 class Replay:
-    """Holds what both runs of a comparison wrote: that of all ranks and that of one."""
+    """Holds the records of both runs of a comparison: of all ranks, and of one rank."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Replay:
         names: tuple[str, str],
         precision: Precision,
     ) -> None:
-        """Read both runs; names: that of the run of all ranks, and that of the replay."""
+        """Read both runs; `names` are those of the run of all ranks and of the replay."""
         self.name, self.precision = names[1], precision
         self.is_of_original = names[1] == Mode.ORIGINAL
         self.records = observed.records
@@ -76,8 +76,8 @@ class Replay:
         ranks_file, one_file = (gradients_file(folder, name, 0) for name in names)
         self.ranks_gradients = load_gradients(ranks_file)
         self.one_gradients: dict = {}
-        self.batch_decisions: dict[DrawKey, Draw] = {}  # what the ranks have decided differently
-        self.rows: dict[DrawKey, OneDraw] = {}  # what each sample had for itself
+        self.batch_decisions: dict[DrawKey, Draw] = {}  # decisions that differ between the ranks
+        self.rows: dict[DrawKey, OneDraw] = {}  # draws that differ by sample
         if self.stepped:
             self.one_gradients = load_gradients(one_file)
             tensors = torch.load(tensors_file(folder, names[1], 0), weights_only=False)
@@ -103,7 +103,7 @@ class Replay:
         for parameter, (ranks_gradient, one_gradient) in enumerate(tensors):
             if ranks_gradient is None or one_gradient is None:
                 continue
-            with suppress(NotComparableError):  # its kind stands in the record
+            with suppress(NotComparableError):  # the record names such a kind
                 shapes, dtypes = (
                     (ranks_gradient.shape, one_gradient.shape),
                     (ranks_gradient.dtype, one_gradient.dtype),
@@ -113,7 +113,7 @@ class Replay:
         return pairs
 
     def takes_more_batches(self) -> bool:
-        """Does one rank take the batches of several steps for one, as accumulation was divided?"""
+        """Does one rank take more batches per step, because the script divided accumulation?"""
         if not self.stepped:
             return self.wrote_record and not self.replayed.step_count and not self.replayed.error
         ranks_batches, one_batches = (
@@ -128,7 +128,7 @@ class Replay:
         return later or backwards_of_one >= backwards * len(self.records) > 0
 
     def places_of_draws(self, finding: Finding) -> list[str]:
-        """List the places of draws of which this was found, in any of the runs."""
+        """List the lines of draws with this finding, from both runs."""
         records = [*self.records, self.replayed]
         places = [place for record in records for place in record.draws.get(finding, [])]
         return list(dict.fromkeys(places))

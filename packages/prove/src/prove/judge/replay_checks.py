@@ -1,4 +1,4 @@
-"""What does a replay say beside its gradients? May it be compared, and what do the ranks draw?"""
+"""Judge a replay beyond its gradients: can it be compared, and what do the ranks draw?"""
 
 import re
 from typing import Any, NamedTuple
@@ -13,25 +13,25 @@ from prove.judge.table import ProofRow, ReportRow, right, warning
 from prove.judge.wording import phrase
 from prove.rank_record import DataFinding, Finding, Flag, RaisedError, RankRecord
 
-DRAWS_OF_SHARES = {"numpy.beta", "numpy.dirichlet", "_sample_dirichlet"}  # nobody branches on these
+DRAWS_OF_SHARES = {"numpy.beta", "numpy.dirichlet", "_sample_dirichlet"}  # never decide a branch
 FLOAT64 = ("torch.float64", "torch.complex128")
 OTHER_DTYPE = r"dtype|scalar ?type|\b(double|float|half|bfloat16)\b.* type"
 OTHER_SHAPE = r"size|shape|mat1|dimension|expected|out of bounds"
 OTHER_RANKS = r"world.?size|number of ranks|process.?group|gloo|nccl"
-SMALL_BATCH = 16  # values per channel from which BatchNorm's statistics are good enough
+SMALL_BATCH = 16  # with fewer values per channel, BatchNorm's statistics are noisy
 
 
 class Reproduction(NamedTuple):
-    """All ranks ran again, fed their own records: did they compute the same?"""
+    """How well the ranks reproduced their gradients when they ran again on their own records."""
 
-    apart: float  # the farthest of all gradients, in units of their length
+    apart: float  # the largest relative error of a gradient
     rank: int
     step: int
     at: str
 
 
 def reproduction(observed: list[RankRecord], control: list[RankRecord]) -> Reproduction | None:
-    """Measure how well the control reproduces the observed run; None if it did not come so far."""
+    """Measure how well the control reproduces the observed run; None if it made no step."""
     apart = Reproduction(0.0, 0, 1, "")
     if len(control) != len(observed):
         return None
@@ -53,8 +53,8 @@ def reproduction(observed: list[RankRecord], control: list[RankRecord]) -> Repro
 def is_sum_over_local_batch(replay: Replay, sequence: Replay) -> bool:
     """Did rank 0 compute from its own batch what one rank computes from it?
 
-    Then the loss did not know of the ranks, and is a sum. With a batch size per rank, this may be
-    meant so.
+    If so, the loss is a sum over the local batch, whatever the number of ranks. With a batch size
+    per rank, this may be meant so.
     """
     sizes = [
         loader_pass.batch_size
@@ -73,7 +73,7 @@ def is_sum_over_local_batch(replay: Replay, sequence: Replay) -> bool:
 
 
 def unsure_draws(replay: Replay) -> Comparison | None:
-    """Random numbers that one rank was not given, so that a difference says nothing."""
+    """Say which draws could not be passed to one rank, so that a difference means nothing."""
     reasons = {
         Finding.OPAQUE: ReplayReason.DRAWS_IN_KERNEL,
         Finding.TOO_MANY: ReplayReason.TOO_MANY_DRAWS,
@@ -87,8 +87,10 @@ def unsure_draws(replay: Replay) -> Comparison | None:
 
 
 def data_not_given(replay: Replay, compared: list[Comparison]) -> Comparison | None:
-    """Without a DataLoader: data that the loss used, and that one rank was not given; so neither a
-    difference nor an agreement says anything. None: it had all of them."""
+    """Say which data of a loop without a DataLoader could not be passed to one rank.
+
+    Then neither a difference nor an agreement means anything. Returns None if all were passed.
+    """
     first, data = replay.replayed, replay.replayed.data
     different = [each for each in compared if each.outcome == Outcome.DIFFERENT]
     of_all = {
@@ -117,7 +119,7 @@ def data_not_given(replay: Replay, compared: list[Comparison]) -> Comparison | N
     }
     for finding, reason in reasons.items():
         if finding == DataFinding.LATE_INPUT and Flag.MODEL_RETURNS_LOSS in replay.observed.flags:
-            continue  # it computes the loss from what it was given
+            continue  # such a model computes the loss from its inputs
         places = of_all.get(finding) or places_until(first, finding, step)
         if places:
             apart = different[0].facts.get("apart", 0.0)
@@ -134,7 +136,7 @@ def places_until(record: RankRecord, finding: DataFinding, step: int | None) -> 
 
 
 def by_statistics(replay: Replay, comparison: Comparison) -> Comparison:
-    """Does one rank differ because a mean over the samples of each rank is in its data?"""
+    """Explain a difference by a mean over each rank's samples, if its data contain one."""
     tags = places_until(
         replay.replayed, DataFinding.STATISTIC, int(comparison.facts.get("step", 1))
     )
@@ -148,7 +150,7 @@ def by_statistics(replay: Replay, comparison: Comparison) -> Comparison:
 
 
 def missing_before_a_later_epoch(replay: Replay) -> dict[str, Any] | None:
-    """What the ranks did between two epochs, and one rank may have done otherwise."""
+    """Say what the ranks did between two epochs that one rank may have done differently."""
     if places := replay.places_of_draws(Finding.BETWEEN):
         return phrase(Phrase.DRAWN_BETWEEN, places=places)
     passes = replay.observed.loader_passes
@@ -161,7 +163,7 @@ def missing_before_a_later_epoch(replay: Replay) -> dict[str, Any] | None:
 
 
 def draws_not_given(replay: Replay, rows: list[ReportRow]) -> Comparison | None:
-    """Without a loader, the original gets no draws of the ranks: nobody knows when they are due."""
+    """Without a loader, say that the original gets no draws: nobody knows when they are due."""
     of_draws = (ProofRow.RANDOM_DECISIONS, ProofRow.RANDOM_NUMBERS)
     places = [at for row in rows if row.check in of_draws for at in row.facts["places"]]
     if not places or any(each.step_count for each in replay.observed.loader_passes):
@@ -170,10 +172,10 @@ def draws_not_given(replay: Replay, rows: list[ReportRow]) -> Comparison | None:
 
 
 def draw_rows(replay: Replay) -> list[ReportRow]:
-    """What the ranks draw inside a step."""
+    """Judge the random numbers that the ranks draw inside a step."""
     rows = decision_rows(replay)
     same = replay.places_of_draws(Finding.SAME_NOISE)
-    of_dropout = replay.observed.dropout  # it has a row of its own
+    of_dropout = replay.observed.dropout  # dropout has its own row
     by_sample = [at for at in replay.places_of_draws(Finding.BY_SAMPLE) if at not in same]
     if places := [at for at in same if at not in of_dropout]:
         rows.append(warning(ProofRow.RANDOM_NUMBERS, ReplayReason.SAME_NOISE, places=places))
@@ -183,8 +185,10 @@ def draw_rows(replay: Replay) -> list[ReportRow]:
 
 
 def decision_rows(replay: Replay) -> list[ReportRow]:
-    """What each rank draws once for its whole batch: a share, as mixup's, or where to branch? Only
-    the name of the distribution can tell."""
+    """Judge draws that each rank makes once for its whole batch.
+
+    They may be a share, such as mixup's, or decide a branch; only the distribution's name can tell.
+    """
     check, places = ProofRow.RANDOM_DECISIONS, replay.places_of_draws(Finding.DECISION)
     names: dict[str, set[str]] = {}
     for key in replay.batch_decisions:
@@ -204,7 +208,7 @@ def decision_rows(replay: Replay) -> list[ReportRow]:
 
 
 def batchnorm_rows(replay: Replay, whole_batch_replay: Replay | None) -> list[ReportRow]:
-    """Layers that normalize each local batch, and what a batch of all ranks would change."""
+    """Report BatchNorm over local batches, and how much the whole batch would change."""
     values = smallest_batchnorm(replay.observed)
     if not values:
         return []
@@ -223,12 +227,12 @@ def batchnorm_rows(replay: Replay, whole_batch_replay: Replay | None) -> list[Re
 
 
 def smallest_batchnorm(record: RankRecord) -> int:
-    """How many values per channel the smallest local BatchNorm normalizes; 0: there is none."""
+    """Return the fewest values per channel that a local BatchNorm normalizes; 0 without one."""
     return min(record.batchnorm.values(), default=0)
 
 
 def reason_of_failure(error: RaisedError, in_float64: bool) -> Reason:
-    """Which advice fits? torch and numpy have no types for these errors, only words."""
+    """Choose the advice by the words of an error: torch and numpy have no types for these."""
     text = error.message.lower()
     if error.kind in ("RuntimeError", "TypeError") and re.search(OTHER_DTYPE, text):
         return ReplayReason.REPLAY_FAILS_BY_DTYPE if in_float64 else ReplayReason.REPLAY_FAILS
@@ -239,7 +243,7 @@ def reason_of_failure(error: RaisedError, in_float64: bool) -> Reason:
 
 
 def why_not_replayed(replay: Replay) -> Comparison | None:
-    """A replay that fails says nothing about the script, but why."""
+    """Say why a replay failed; return None if it did not. A failure is no verdict."""
     error, record = replay.replayed.error, replay.replayed
     if error is not None:
         if error.kind == "CannotMergeError":

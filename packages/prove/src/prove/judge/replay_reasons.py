@@ -1,4 +1,4 @@
-"""What a replay says, beside the run that it replays: the sentences, in the order of the judges."""
+"""The sentences of a replay, in the order of the judges."""
 
 from enum import unique
 
@@ -15,7 +15,7 @@ LENGTHS += "{samples_of_original} in {batches_of_original} in the original ({at}
 
 @unique
 class ReplayReason(Reason):
-    """What a replay has shown, in the order of the modules that say so."""
+    """A result of a replay, in the order of the modules that report it."""
 
     # compare_steps.py: does one rank compute the same?
     EQUAL_TO_ONE = (

@@ -1,4 +1,4 @@
-"""Are the learning rates those of one rank, and is the schedule as long as the run of a rank?"""
+"""Are the learning rates those of one rank, and does the schedule fit the length of the run?"""
 
 import math
 from typing import NamedTuple
@@ -12,15 +12,15 @@ from prove.judge.wording import phrase
 from prove.rank_record import Ended, Flag, Mode, RankRecord, ScheduleRecord
 
 CHECK = ProofRow.SCHEDULE
-FEW_STEPS = 2  # that a script may add, to be sure
-LENGTH_TOLERANCE = 0.05  # lengths that are rounded, or have a few steps of warm-up more
+FEW_STEPS = 2  # spare steps that a script may add to a schedule
+LENGTH_TOLERANCE = 0.05  # allows for rounded lengths, or a few steps of warm-up
 
 
 class Schedule(NamedTuple):
-    """A schedule by batch, and the batches of an epoch of its rank."""
+    """A schedule that is stepped by batch, beside the batches per epoch of its rank."""
 
     record: ScheduleRecord
-    batches: float  # after so many it is over
+    batches: float  # length of the schedule
     batches_per_epoch: int
 
     @property
@@ -33,7 +33,7 @@ def schedule_rows(replay: Replay) -> list[ReportRow]:
 
 
 def rows_of_end(replay: Replay) -> list[ReportRow]:
-    """One rank ends by itself before it has had all batches that the ranks have had."""
+    """Report that one rank ends by itself before it has had all batches of the ranks."""
     ranks_batches = min(map(training_batches, replay.records))
     one_batches = training_batches(replay.replayed)
     ends = replay.replayed.ended == Ended.AT_ITS_END and replay.name == Mode.REPLAY
@@ -63,16 +63,18 @@ def rows_of_rates(replay: Replay) -> list[ReportRow]:
 
 
 def rows_of_one_cycle(rank: RankRecord) -> list[ReportRow]:
-    """A schedule that raises an error in the middle of an epoch, because its steps were counted
-    otherwise than those of the loader."""
+    """Report a OneCycleLR that will raise an error in the middle of an epoch.
+
+    Its total_steps do not fit the number of batches of the loader.
+    """
     trained = [loader_pass for loader_pass in rank.loader_passes if loader_pass.step_count]
     if (
         Flag.ASKED_FOR_LENGTH in rank.flags or not trained or not trained[0].length
     ):  # see schedules_by_batch
         return []
     first = trained[0]
-    left = max(0, first.length - first.batches_given)  # of the epoch, after our cut
-    if left and first.batches_given < first.most_batches:  # or the script's own
+    left = max(0, first.length - first.batches_given)  # batches of the epoch after prove's cut
+    if left and first.batches_given < first.most_batches:  # the script itself cut the epoch
         return []
     for record in rank.schedules:
         if not record.total_steps or not record.by_batch or not record.batches:
@@ -95,7 +97,7 @@ def schedules_by_batch(replay: Replay) -> list[tuple[Schedule, Schedule]]:
     pairs: list[tuple[Schedule, Schedule]] = []
     if (
         Flag.ASKED_FOR_LENGTH in replay.observed.flags
-    ):  # it follows the loader, whose epochs we have cut
+    ):  # such a schedule follows the loader, which prove cut
         return pairs
     for ranks_record, one_record in zip(
         replay.observed.schedules, replay.replayed.schedules, strict=False
@@ -113,7 +115,7 @@ def schedules_by_batch(replay: Replay) -> list[tuple[Schedule, Schedule]]:
 
 
 def measured_schedule(record: ScheduleRecord, rank: RankRecord, window: int) -> Schedule | None:
-    """Measure a schedule in batches, of which `window` make one step; None if that is unknown."""
+    """Measure a schedule in batches, `window` of which make one step; None if unknown."""
     trained = [loader_pass for loader_pass in rank.loader_passes if loader_pass.step_count]
     epoch = trained[0].batches_and_samples if trained else None
     if not record.by_batch or not record.length or not record.batches or epoch is None:
@@ -123,14 +125,14 @@ def measured_schedule(record: ScheduleRecord, rank: RankRecord, window: int) -> 
 
 
 def is_whole(epochs: float) -> bool:
-    """Is this a whole number of epochs? A constant that makes it one was chosen for these ranks."""
+    """Is this a whole number of epochs? If so, the length was chosen for these ranks."""
     return abs(epochs - round(epochs)) < 0.01
 
 
 def row_of_length(
     ranks_schedule: Schedule, one_schedule: Schedule, world_size: int
 ) -> ReportRow | None:
-    """Judge the lengths of two schedules; None if they say nothing."""
+    """Judge the lengths of two schedules; return None if they tell nothing."""
     epochs = one_schedule.batches_per_epoch / ranks_schedule.batches_per_epoch
     lengths = one_schedule.batches / ranks_schedule.batches
     is_warm_up = ranks_schedule.batches <= ranks_schedule.batches_per_epoch
@@ -156,7 +158,7 @@ def row_of_length(
 
 
 def compare_rates(replay: Replay) -> list[ReportRow]:
-    """The learning rates that the script gives one rank, at the same steps."""
+    """Compare the learning rates and momenta of all ranks and of one rank, step by step."""
     observed, replayed = replay.observed, replay.replayed
     steps = [
         (*pair, phrase(Phrase.AT_STEP, step=n, at=pair[0].at))
@@ -171,7 +173,7 @@ def compare_rates(replay: Replay) -> list[ReportRow]:
         rates = observed.rates_after_epochs[0], replayed.rates_after_epochs[0]
         when = phrase(Phrase.AFTER_EPOCH, epoch=1)
         compared.append((*rates, when, ReplayReason.RATE_AFTER_EPOCH_DIFFERS))
-    compared += [  # one rank was given those of the ranks, too
+    compared += [  # one rank was given the momenta of the ranks, too
         (ranks_step.momenta, one_step.momenta, when, ReplayReason.MOMENTUM_DIFFERS)
         for ranks_step, one_step, when in steps
     ]

@@ -1,4 +1,4 @@
-"""What do all ranks hold of the same step, tensor or number, and does it differ between them?"""
+"""Put the same step, tensor or number of all ranks side by side: do they differ?"""
 
 import math
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ class StepOfRanks:
     exchange_precision: float  # spacing near 1 of the numbers that the ranks send
 
     def by_parameter(self, name: str) -> list[tuple]:
-        """List for each parameter what the ranks hold as weights_before, gradients, or the like."""
+        """List the values of all ranks for each parameter; `name` is a field of OptimizerStep."""
         return list(zip(*(getattr(step, name) for step in self.steps), strict=True))
 
     def differing_parameters(self, name: str, limit: float = 1e-5) -> list[int]:
-        """Number the parameters for which the ranks hold different tensors."""
+        """Return the indices of the parameters whose tensors differ between the ranks."""
         numbered = enumerate(self.by_parameter(name))
         return [number for number, held in numbered if None not in held and differ(held, limit)]
 
@@ -34,7 +34,7 @@ class StepOfRanks:
 
 
 def differ(projections: Sequence[Projection], limit: float = 1e-5) -> bool:
-    """Whether projections of what should be the same tensor differ."""
+    """Do these projections differ, though they should be of the same tensor?"""
     values, norms = zip(*projections, strict=True)
     if not all(map(math.isfinite, norms)):
         return any(map(math.isfinite, norms))
@@ -42,7 +42,7 @@ def differ(projections: Sequence[Projection], limit: float = 1e-5) -> bool:
 
 
 def names_apart(by_rank: list[dict[str, Projection]]) -> tuple[list[str], list[str]]:
-    """The names of the tensors that all ranks hold, and those of them that differ."""
+    """Return the names of the tensors that all ranks hold, and of those that differ."""
     common = [name for name in by_rank[0] if all(name in own for own in by_rank)]
     return common, [name for name in common if differ([own[name] for own in by_rank])]
 
@@ -55,7 +55,7 @@ def steps_of(records: list[RankRecord]) -> list[StepOfRanks]:
     steps = []
     for optimizers in zip(*(rank.optimizers for rank in records), strict=False):
         if any(optimizer.keys != optimizers[0].keys for optimizer in optimizers):
-            continue  # each rank holds the parameters that it owns
+            continue  # each rank holds only the parameters that it owns
         ranks_steps = zip(*(optimizer.steps for optimizer in optimizers), strict=False)
         for number, of_each in enumerate(ranks_steps, start=1):
             if all(step.weights_after for step in of_each):
@@ -65,7 +65,7 @@ def steps_of(records: list[RankRecord]) -> list[StepOfRanks]:
 
 
 def steps_with_old_gradients(steps: list[StepOfRanks]) -> list[StepOfRanks]:
-    """The steps with an old gradient on all ranks, if there are several."""
+    """Return the steps with an old gradient on all ranks, if there are several."""
     old = [
         step
         for step in steps
@@ -75,7 +75,7 @@ def steps_with_old_gradients(steps: list[StepOfRanks]) -> list[StepOfRanks]:
 
 
 def differing_statistic(records: list[RankRecord]) -> dict[str, Any] | None:
-    """The first mean or the like over the samples of a rank that is not the same on all ranks."""
+    """Find the first statistic over each rank's samples that differs between the ranks."""
     numbers = [{each.tag: each.value for each in rank.statistics} for rank in records]
     for each in records[0].statistics:
         values = [own[each.tag] for own in numbers if each.tag in own]

@@ -1,8 +1,7 @@
-"""What does the reader see? A table of rows: verdict, check, evidence, the cure with its link.
+"""The table that the reader sees: verdict, check, evidence, and the cure with its link.
 
-A row is a value: its verdict, its reason, and the facts with their numbers. Its words are made from
-these at the end: each check and replay_reasons.py have the sentences, and wording.py puts the facts
-into them.
+A row is a value: its verdict, its reason, and the facts with their numbers. Words are made from
+these last: each check and replay_reasons.py hold the sentences, and wording.py fills in the facts.
 """
 
 import os
@@ -19,13 +18,13 @@ from prove.rank_record import StrEnum
 RIGHT, WRONG, WARNING, NOT_SEEN = "right", "WRONG", "warning", "not seen"
 ORDER = (WRONG, WARNING, RIGHT, NOT_SEEN)
 WIDTH, INDENT = 100, " " * 10
-PAGE = Path(__file__).resolve().parents[1] / "cures.md"  # an installation brings it along
+PAGE = Path(__file__).resolve().parents[1] / "cures.md"  # installed with the package
 
 
 class ProofRow(StrEnum):
-    """The rows that need more than the run of all ranks, by the names that the table prints."""
+    """Rows that need more than the run of all ranks, by the names that the table prints."""
 
-    ONE_RANK = "one rank"  # this and the next are the proof
+    ONE_RANK = "one rank"  # this row and the next are the proof
     ORIGINAL = "the original"
     RANKS = "ranks"
     EPOCH_OF_ORIGINAL = "the original's epoch"
@@ -38,13 +37,13 @@ class ProofRow(StrEnum):
 
 @dataclass(frozen=True)
 class ReportRow:
-    """One verdict of the four, about one check. facts: what its reason's templates name."""
+    """One of the four verdicts about one check. `facts` fill the templates of its reason."""
 
     verdict: str
-    check: str  # its name
+    check: str  # name of the check
     reason: Reason
     facts: Facts = field(default_factory=dict)
-    also: tuple[Facts, ...] = ()  # the same reason at other places, which the same cure mends
+    also: tuple[Facts, ...] = ()  # facts of other lines with this reason and cure
 
     @property
     def evidence(self) -> str:
@@ -66,7 +65,7 @@ class ReportRow:
 
     @classmethod
     def from_json(cls, row: dict[str, Any], sentences: dict[str, Reason]) -> "ReportRow":
-        """sentences: all that prove can say, by their names."""
+        """Make a row from its JSON. sentences: all reasons of prove, by name."""
         reason, also = sentences[row["reason"]], tuple(row["also"])
         return cls(row["verdict"], row["check"], reason, row["facts"], also)
 
@@ -88,7 +87,7 @@ def not_seen(check: str, reason: Reason, **facts: Any) -> ReportRow:
 
 
 def place_of_page() -> str:
-    """The path of the page of cures, from the user's folder if it lies in it."""
+    """Return the path of cures.md, relative if it lies in the current folder."""
     place = os.path.relpath(PAGE)
     return str(PAGE) if place.startswith("..") else place
 
@@ -114,7 +113,7 @@ def format_table(rows: list[ReportRow]) -> str:
 
 
 def unproven_checks(rows: list[ReportRow], checks: Sequence[str]) -> list[str]:
-    """List the proof's comparisons that could not be made, or whose difference may be meant."""
+    """List the comparisons of the proof that were not made or whose difference may be meant."""
     decided = {row.check for row in rows if row.verdict in (RIGHT, WRONG)}
     decided -= {row.check for row in rows if row.verdict in (NOT_SEEN, WARNING)}
     return [check for check in checks if check not in decided]

@@ -2,7 +2,7 @@
 
 {steps:n step}      4 steps, and 1 step
 {apart:percent}     2%, and 1.5e-04
-{names}  {parts: + }    a list, joined by a comma or by what is given; of a long one, the first
+{names}  {parts: + }    a list, joined by a comma or the given text; a long list is shortened
 {values:each .4g}   a list of numbers, each with four digits
 """
 
@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from string import Formatter
 from typing import Any
 
-NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")  # in what a script prints
-MOST_NAMES = 3  # of parameters or places in one row
+NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")  # a number in printed text
+MOST_NAMES = 3  # limit of names or source lines in one row
 
-Facts = Mapping[str, Any]  # numbers, texts, lists of them, and parts: also what JSON can hold
+Facts = Mapping[str, Any]  # numbers, texts, lists and phrases, all of which JSON can hold
 
 
 def phrase(words: str, **facts: Any) -> dict[str, Any]:
-    """A fact that is a phrase with facts of its own, and not only a number or a name."""
+    """Make a fact that is a phrase with facts of its own."""
     return {"words": words, **facts}
 
 
@@ -49,7 +49,7 @@ def number_with_noun(number: int, noun: str) -> str:
 
 
 def join_names(names: list[str], separator: str = ", ") -> str:
-    """The first names, and how many more there are."""
+    """Join the first names, and say how many more there are."""
     text = separator.join(names[:MOST_NAMES])
     return text + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
 

@@ -1,4 +1,4 @@
-"""What is in a batch, and how do the batches of all ranks become one?
+"""Store the batches of each rank, and merge those of all ranks into one.
 
 The script itself knows best: it made its batch from samples. So the samples are kept, and one rank
 gets what the script's own `collate_fn` makes of the samples of all ranks. Pickle walks through a
@@ -35,6 +35,8 @@ class Frozen(NamedTuple):
 
 
 class Freezer(pickle.Pickler):
+    """Pickles a value but collects its tensors in a list, and writes their numbers instead."""
+
     def __init__(self, stream: io.BytesIO, without_memo: bool) -> None:
         super().__init__(stream, protocol=5)
         self.fast = without_memo
@@ -51,6 +53,8 @@ class Freezer(pickle.Pickler):
 
 
 class Thawer(pickle.Unpickler):
+    """Rebuilds a frozen value, with `tensors` in the place of its own."""
+
     def __init__(self, frozen: Frozen, tensors: list[Tensor]) -> None:
         super().__init__(io.BytesIO(frozen.shape))
         self.tensors = tensors
@@ -60,7 +64,7 @@ class Thawer(pickle.Unpickler):
 
 
 def own_copy(tensor: Tensor) -> Tensor:
-    """Copy the values of a tensor, and of a view no more: pickle would write its whole storage."""
+    """Copy only the values of a tensor: pickle would write the whole storage of a view."""
     if tensor.is_meta:
         return tensor  # there are no values to copy
     return tensor.detach().cpu().clone()
@@ -164,7 +168,7 @@ def checksum(value: Any) -> int:
         )
         values = value.detach().cpu().contiguous().reshape(-1) if is_usual else comparable(value)
         return zlib.crc32(random_state.bytes_of(values)) if values.numel() else 0
-    except (RuntimeError, NotComparableError):  # in torch.func, it may have no memory of its own
+    except (RuntimeError, NotComparableError):  # torch.func tensors may have no memory
         return 0
 
 
@@ -175,16 +179,16 @@ class Collated(NamedTuple):
     """
 
     batch: Any
-    file: str | None  # that holds its samples
+    file: str | None  # path of the file with its samples
     checksums: list[int]  # one for each sample
     drew: bool = True  # a worker has drawn random numbers, or may have
-    labels: list[int] | None = None  # one for what each sample holds beside its first tensor
+    labels: list[int] | None = None  # for each sample, a checksum of all but its first tensor
 
 
 class RecordingCollate:
-    """Wraps the script's collate_fn, in whatever process calls it, and writes down the samples.
+    """Wraps the script's collate_fn, in the rank or in a worker, and stores the samples.
 
-    It writes them first, because collate_fn may change them.
+    The samples are stored first, because collate_fn may change them.
     """
 
     def __init__(self, collate: Callable, folder: str) -> None:
@@ -206,7 +210,7 @@ class RecordingCollate:
 
 
 def first_tensor(sample: Any) -> Any:
-    """Find what a model gets of a sample: its first tensor that is no single number."""
+    """Find the likely model input in a sample: its first tensor with more than one number."""
     tensors = tensors_in(sample)
     return next((tensor for tensor in tensors if tensor.numel() > 1), (tensors or [sample])[0])
 
@@ -229,8 +233,8 @@ def order_of_rows(sizes: list[int]) -> list[tuple[int, int]]:
 def interleave(parts: list[Tensor], sizes: list[int], dim: int = 0, blocks: int = 1) -> Tensor:
     """Put the rows of all ranks into one tensor.
 
-    A sample may have several rows, one after another, or one in each block, as
-    torch.cat([crops, other_crops]) has them.
+    A sample may have several adjacent rows, or one row in each block, as in
+    torch.cat([crops, other_crops]).
     """
     if blocks > 1:
         parts_of_blocks = zip(*(part.chunk(blocks, dim) for part in parts), strict=True)
@@ -250,7 +254,7 @@ def interleave(parts: list[Tensor], sizes: list[int], dim: int = 0, blocks: int 
 
 
 def merge_batches(parts: list, sizes: list[int]) -> Any:
-    """Make one batch of the batches of all ranks, tensor by tensor, and of no rank alone.
+    """Merge the batches of all ranks into one batch, tensor by tensor.
 
     Raises CannotMergeError if a part has no row for each sample and differs between the ranks.
     """
@@ -295,10 +299,10 @@ def has_length(part: Any, length: int) -> bool:
 
 
 class RecordedBatch(NamedTuple):
-    """What one rank computed one batch from."""
+    """One batch as one rank computed with it, and the file with its samples."""
 
-    size: int  # samples
-    file: str | None  # that holds these samples
+    size: int  # number of samples
+    file: str | None  # path of the file with these samples
     batch: Frozen
 
     def samples(self) -> list:
@@ -309,7 +313,7 @@ class RecordedBatch(NamedTuple):
 def merge_by_collate(collate: Callable | None, batches: list[RecordedBatch]) -> Any:
     """Let the script's own collate_fn make one batch of the samples of all ranks.
 
-    It is only trusted if it makes of each rank's samples the batch of that rank once more.
+    collate_fn is trusted only if it makes the same batches of the same samples once more.
     """
     sizes = [recorded.size for recorded in batches]
     own = [thaw(recorded.batch) for recorded in batches]
@@ -331,8 +335,8 @@ def merge_by_collate(collate: Callable | None, batches: list[RecordedBatch]) -> 
 def owners_of_rows(rows: int, sizes: list[int], in_blocks: bool) -> list[Tensor] | None:
     """Find which rows of an activation of the merged batch came from which rank, or None.
 
-    A sample may have several rows: one after another, or (in_blocks) in one block each, as
-    torch.cat([real, made]) has them. Or the script cuts the batch into equal parts.
+    A sample may have several rows: adjacent ones, or with in_blocks one in each block, as in
+    torch.cat([real, made]). The script may also cut the batch into equal parts.
     """
     samples, ranks = sum(sizes), len(sizes)
     if rows % samples:
@@ -347,12 +351,12 @@ def owners_of_rows(rows: int, sizes: list[int], in_blocks: bool) -> list[Tensor]
 def batch_size_of(batch: Any) -> int:
     """Guess how many samples a batch has, from the batch alone."""
     if isinstance(batch, list | tuple) and not any(isinstance(part, Tensor) for part in batch):
-        return len(batch)  # as collate_fn=list makes it
+        return len(batch)  # a list of samples, made by collate_fn=list
     return next((len(tensor) for tensor in tensors_in(batch) if tensor.ndim), 1)
 
 
 def checksums_of_rows(batch: Any) -> list[int]:
-    """Turn each sample's content into one number, where only the batch is known."""
+    """Turn each row of a batch into one number, for batches whose samples are unknown."""
     size = batch_size_of(batch)
     columns = [tensor for tensor in tensors_in(batch) if has_rows(tensor, size)]
     wide = [column for column in columns if column[0].numel() > 1] or columns

@@ -1,4 +1,4 @@
-"""Which samples does a rank draw, and in which order? Watch its DataLoaders.
+"""Watch the DataLoaders of a rank: which samples does it draw, and in which order?
 
 Each epoch is cut to a few batches, and the run ends after the third epoch.
 """
@@ -28,15 +28,15 @@ from prove.watch.feeder import Feeder
 from prove.watch.model import ModelWatcher
 from prove.watch.rank_run import RankRun, save_tensors, where, wrap
 
-EPOCHS = 3  # after which the run ends
-MOST_INDICES = 2_000_000  # more are not listed: a sampler may have no end
-END = object()  # what next() returns when a loader has no more batches
-MOST_SIZES = 64  # sizes of batches that are written down
-MOST_MICRO_BATCHES = 32  # given for each one of --batches, where several make one step
+EPOCHS = 3  # number of epochs after which the run ends
+MOST_INDICES = 2_000_000  # further indices are not listed: a sampler may be endless
+END = object()  # returned by next() when a loader has no more batches
+MOST_SIZES = 64  # number of batch sizes that are recorded
+MOST_MICRO_BATCHES = 32  # limit per --batches if several batches make one step
 
 
 def fingerprint(dataset: Any) -> tuple[list[list[int]], list[str]]:
-    """Checksums of three samples, loaded with a fixed seed, and the names of their fields.
+    """Return checksums of three samples, loaded with a fixed seed, and the names of their fields.
 
     They show whether all ranks hold the same data set.
     """
@@ -56,7 +56,7 @@ def fingerprint(dataset: Any) -> tuple[list[list[int]], list[str]]:
             [*zip(*map(checksums_of_fields, three), strict=True)]
             for three in (samples, read_three())
         )
-        # A field drawn by a generator of the data set's own changes each time, and says nothing.
+        # A field that changes when it is loaded again is drawn at random, so it is left out.
         same = [one == two for one, two in zip(checksums, again, strict=True)]
         if not same[0]:
             return [], []
@@ -64,14 +64,14 @@ def fingerprint(dataset: Any) -> tuple[list[list[int]], list[str]]:
         names = [
             "" if isinstance(part, str) or not is_same else name
             for (name, part), is_same in zip(fields_of(samples[0]).items(), same[1:], strict=True)
-        ]  # a text may be the path of a file, which differs between ranks
+        ]  # a string may be a file path, which may differ by rank
         return [[*sample] for sample in zip(*kept, strict=True)], names
-    except Exception:  # a data set that cannot answer, a stream for example
+    except Exception:  # the data set has no index or length, as a stream
         return [], []
 
 
 def checksums_of_fields(sample: Any) -> list[int]:
-    """Checksums of a sample's first tensor and of each of its fields, to tell which one differs."""
+    """Return checksums of a sample's first tensor and of each field, to tell which differs."""
     return [checksum(first_tensor(sample)), *map(checksum, fields_of(sample).values())]
 
 
@@ -83,7 +83,7 @@ def fields_of(sample: Any) -> dict[str, Any]:
 
 
 def without_subsets(dataset: Any) -> tuple[Any, Tensor | None]:
-    """Return the data set below all Subsets, and the indices that these choose, or None for all."""
+    """Return the data set below all Subsets, and the indices they choose; None means all."""
     if not isinstance(dataset, Subset):
         return dataset, None
     base, below = without_subsets(dataset.dataset)
@@ -120,7 +120,7 @@ class ListedSampler:
         batches = [batch if isinstance(batch, list | tuple) else [batch] for batch in listed]
         try:
             drawn = torch.tensor([int(i) for batch in batches for i in batch], dtype=torch.long)
-        except (TypeError, ValueError):  # a sampler of keys that are no numbers
+        except (TypeError, ValueError):  # the sampler gives keys that are not numbers
             return
         loader_pass.batches_listed = len(batches)
         loader_pass.sizes = [len(batch) for batch in batches[:MOST_SIZES]]
@@ -129,17 +129,17 @@ class ListedSampler:
         settings, rank = self.run.settings, self.run.record.rank
         file = f"{settings.folder}/{settings.name}.{rank}.pass{loader_pass.number}.pt"
         save_tensors({"indices": indices, "may_draw": may_draw}, file)
-        loader_pass.samples_file = file  # only now, when the file is complete
+        loader_pass.samples_file = file  # set last, when the file is complete
 
 
 def last_pass(run: RankRun, loader: Any) -> LoaderPass | None:
-    """The last pass over this loader; None: it has not begun."""
+    """Return the last pass over this loader, or None before the first."""
     passes = reversed(run.record.loader_passes)
     return next((each for each in passes if each.loader_number == loader.prove_number), None)
 
 
 def batches_and_samples(loader: Any) -> tuple[int, int] | None:
-    """Batches and samples in a whole pass over a loader; None if the loader does not say."""
+    """Count batches and samples of a whole pass; None if the loader has no length."""
     batches = loader.batch_sampler
     if type(batches) is not BatchSampler:
         return None
@@ -147,7 +147,7 @@ def batches_and_samples(loader: Any) -> tuple[int, int] | None:
     try:
         samples = len(batches) * batches.batch_size if batches.drop_last else len(sampler)
         return len(batches), samples
-    except (TypeError, NotImplementedError):  # a sampler without a length, as for a stream
+    except (TypeError, NotImplementedError):  # the sampler has no length, as for a stream
         return None
 
 
@@ -156,10 +156,10 @@ class LoaderWatcher:
 
     def __init__(self, run: RankRun, model: ModelWatcher) -> None:
         self.run, self.model, self.steps, self.feeder = run, model, model.steps, model.feeder
-        self.datasets: list[Any] = []  # kept alive, so that no other one gets the same id
-        self.places: list[str] = []  # where each loader was made, by its number
-        self.asked_for_length: set[int] = set()  # the numbers of such loaders
-        self.loader_passes_fed = 0  # passes that a replay has got so far
+        self.datasets: list[Any] = []  # kept alive, so that no other object gets the same id
+        self.places: list[str] = []  # the line of each loader, by its number
+        self.asked_for_length: set[int] = set()  # numbers of loaders whose length was asked for
+        self.loader_passes_fed = 0  # number of passes that a replay has got so far
 
     def note_made(self, loader: Any) -> None:
         object.__setattr__(loader, "prove_number", len(self.places))
@@ -260,13 +260,14 @@ class LoaderWatcher:
         return len(self.datasets) - 1
 
     def own_batches(self, iterator: Iterator, loader_pass: LoaderPass, loader: Any) -> Iterator:
-        """Give the loader's own batches, until the script has had enough of them."""
+        """Yield the loader's own batches, up to the limit of this pass."""
         run, model, steps = self.run, self.model, self.steps
         size, before, looks_ahead = 0, len(run.record.model_calls), False
-        steps_of_others = run.record.step_count  # made with batches of other passes
+        steps_of_others = run.record.step_count  # steps with batches of other passes
         while True:
             self.end_batch()
-            if torch.is_grad_enabled():  # a step counts here, too, if its last batch came elsewhere
+            # This also counts a step whose last batch came from another loader.
+            if torch.is_grad_enabled():
                 loader_pass.step_count = run.record.step_count - steps_of_others
             if loader_pass.step_count and not loader_pass.batches_per_step:
                 loader_pass.batches_per_step = loader_pass.batches_given - looks_ahead
@@ -292,11 +293,11 @@ class LoaderWatcher:
             yield as_double(batch.batch) if run.settings.float64 else batch.batch
 
     def is_enough(self, loader_pass: LoaderPass) -> bool:
-        """Has the script had its batches of this pass?
+        """Has the script had all batches that it gets in this pass?
 
-        Where several batches make one step, it gets more, but no more than the length of its
-        loader, if it has asked for that. (If this hides how the last window of an epoch ends,
-        runs.py observes once more.)
+        If several batches make one step, the script gets more, but never more than the length of
+        its loader if it asked for it. (If this hides how the last window of an epoch ends, runs.py
+        observes once more.)
         """
         given, batches = loader_pass.batches_given, self.run.settings.batches
         if self.run.replaying or not loader_pass.with_gradients:
@@ -333,7 +334,7 @@ class LoaderWatcher:
     def keep_batch(self, loader_pass: LoaderPass, size: int, batch: Collated) -> None:
         try:
             frozen = freeze(batch.batch)
-        except Exception as error:  # whatever a class of the script's raises when it is pickled
+        except Exception as error:  # a class of the script may raise anything when pickled
             text = f"a batch of {loader_pass.at} cannot be pickled: {error}"
             self.run.record.why_not_kept = text[:200]
             return
@@ -357,7 +358,7 @@ class LoaderWatcher:
 
     def length(self, length: Callable, loader: Any) -> int:
         """Stand in for DataLoader.__len__, which is given as `length`."""
-        self.asked_for_length.add(loader.prove_number)  # so it must give no more
+        self.asked_for_length.add(loader.prove_number)  # is_enough() keeps to this length
         last = last_pass(self.run, loader)
         if last is None or not last.with_gradients:
             self.run.flag(Flag.ASKED_FOR_LENGTH)  # perhaps to make a schedule of this length
@@ -368,7 +369,7 @@ class LoaderWatcher:
     def batches_to_feed(
         self, feeder: Feeder, loader: Any, loader_pass: LoaderPass
     ) -> Iterator | None:
-        """Recorded batches for the next pass, or None if the observed run had no such pass."""
+        """Return the recorded batches of the next pass, or None if there was no such pass."""
         while not feeder.is_made_here(self.loader_passes_fed):
             self.loader_passes_fed += 1
         record, number = self.run.record, self.loader_passes_fed
@@ -402,10 +403,10 @@ class LoaderWatcher:
         if loader_pass.epoch == EPOCHS - 1:
             run.end_early()
         feeder.restore_generators(number)
-        if looks_ahead:  # the last batch is computed now: see begin_batch
+        if looks_ahead:  # the script computes the last batch now: see begin_batch
             steps.begin_batch((number, positions + 1), feeder.sizes, sources)
-        if number > 0:  # an evaluation with gradients: its last batches are of unequal sizes
-            run.in_second_epoch = True  # so the numbers that follow are not compared
+        if number > 0:  # an evaluation with gradients may end with unequal batches
+            run.in_second_epoch = True  # numbers printed later are not compared
 
     def calls_so_far(self) -> tuple[int, int]:
         """Count the calls of backward and of models that this rank has made."""
@@ -413,7 +414,7 @@ class LoaderWatcher:
 
 
 def sampler_of(loader: Any) -> tuple[str, bool | None]:
-    """The class of a loader's sampler, and whether it shuffles, or None if it does not say."""
+    """Return the class of a loader's sampler, and whether it shuffles; None if unknown."""
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     sampler = getattr(sampler, "sampler", sampler)
     shuffle = getattr(sampler, "shuffle", None)
@@ -429,18 +430,18 @@ def next_batch(iterator: Iterator, loader_pass: LoaderPass, draws: Draws) -> Col
     if loader_pass.ended:
         return None
     after = random_state.state_digests()
-    if loader_pass.batches_given:  # for the first batch, the sampler has drawn its seed, too
+    if loader_pass.batches_given:  # before the first batch, the sampler also draws its seed
         changes = [old != new for old, new in zip(before, after, strict=True)]
         loader_pass.drew = [a or b for a, b in zip(loader_pass.drew, changes, strict=True)]
     return batch if isinstance(batch, Collated) else Collated(batch, None, [])
 
 
 def with_checksums(batch: Collated, loader_pass: LoaderPass) -> Collated:
-    """Give a batch checksums of its rows if its samples are unknown or not the sampler's."""
+    """Use checksums of the rows if the samples of a batch are unknown or not the sampler's."""
     is_known = bool(batch.file)
     if is_known and loader_pass.batches_listed is not None and not loader_pass.is_stream:
         listed = loader_pass.sizes[loader_pass.batches_given : loader_pass.batches_given + 1]
-        if listed and listed[0] != len(batch.checksums):  # __getitems__ gave something else
+        if listed and listed[0] != len(batch.checksums):  # __getitems__ gave other samples
             is_known = False
     return batch if is_known else Collated(batch.batch, None, checksums_of_rows(batch.batch))
 
@@ -451,7 +452,7 @@ def recording_iterator(loader: Any, iterate: Callable, folder: str) -> Iterator:
     if loader.batch_sampler is not None and not isinstance(own, RecordingCollate):
         loader.collate_fn = RecordingCollate(own, folder)
     try:
-        return iterate(loader)  # it remembers collate_fn and starts the workers
+        return iterate(loader)  # the iterator keeps collate_fn and starts the workers
     finally:
         loader.collate_fn = own
 

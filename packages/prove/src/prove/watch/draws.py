@@ -1,9 +1,9 @@
 """Random numbers are data: what a step draws on each rank is recorded, and one rank gets it again.
 
-A draw has a key: the batch, its place in the script, the name of the function, and how often this
-was called there before. In a replay, the same call of one rank is answered with what the ranks have
-drawn: sample by sample where the request has a row for each, and as it is where all ranks have
-drawn the same. operations.py sees torch's draws, and random_numbers.py numpy's and random's.
+A draw has a key: the batch, the line of the script, the name of the function, and how often it was
+called there before. In a replay, the same call of one rank gets the values that the ranks have
+drawn: merged by sample if the draw has a row for each, and unchanged if all ranks drew the same.
+operations.py sees torch's draws, and random_numbers.py those of numpy and random.
 """
 
 import os
@@ -20,11 +20,11 @@ from prove.rank_record import Draw, DrawKey, Finding, Mode, OneDraw, ReplayVaria
 from prove.watch.batches import CannotMergeError, are_equal, interleave, order_of_rows
 from prove.watch.rank_run import RankRun, where
 
-MOST_BYTES = 2_000_000_000  # of one rank's draws
+MOST_BYTES = 2_000_000_000  # limit of one rank's recorded draws
 DRAWS_WITHOUT_TAG = {"random_", "random", "binomial", "_sample_dirichlet", "feature_dropout"}
-# Kernels that draw inside, or draw what no call returns.
+# Kernels whose draws are used inside, so that no call returns them.
 KERNELS_THAT_DRAW = ("_scaled_dot_product", "_cudnn_rnn", "rrelu", "fused_moving", "_fused_dropout")
-# These may draw places in the batch: sample i of a rank is at another place in the merged batch.
+# Functions that may draw positions in the batch, which change when batches are merged.
 DRAWS_OF_PLACES = (
     "randperm", "randint", "random", "numpy.permutation", "numpy.randint", "numpy.integers",
     "numpy.choice",
@@ -42,7 +42,7 @@ def is_number(value: Any) -> bool:
 
 
 def without_places(kept: dict) -> dict:
-    """Name what was kept by its order alone, for a script that has other lines."""
+    """Remove the lines from the keys, for the original script, whose lines differ."""
     calls: Counter = Counter()
     renamed = {}
     for key, value in kept.items():
@@ -56,21 +56,21 @@ class Draws:
     """Records or replays what this rank draws between getting a batch and asking for the next."""
 
     def __init__(self, run: RankRun) -> None:
-        self.run, self.active = run, False  # active: what is drawn now belongs to a batch
+        self.run, self.active = run, False  # active: draws belong to a batch now
         self.is_loading = self.is_in_model = False
         self.batch = (0, 0)
-        self.of_model = False  # without a loader, only what the model draws belongs to a batch
-        self.sizes = [1]  # samples of each rank in this batch
-        # In a replay: what each rank drew in the observed run whose samples are in this batch.
+        self.of_model = False  # without a loader, only draws of the model belong to a batch
+        self.sizes = [1]  # number of samples of each rank in this batch
+        # In a replay: the recorded draws of each rank whose samples are in this batch.
         self.draws_of_ranks: list[dict[DrawKey, Draw]] = []
         self.recorded: dict[DrawKey, Draw] = {}
         self.rows: dict[DrawKey, OneDraw] = {}  # the first row of draws with a row per sample
-        self.batch_decisions: dict[DrawKey, Draw] = {}  # rank 0's, where the ranks' differ
-        self.forced: dict[DrawKey, Draw | OneDraw] = {}  # they come before any other answer
+        self.batch_decisions: dict[DrawKey, Draw] = {}  # rank 0's decision, if the ranks' differ
+        self.forced: dict[DrawKey, Draw | OneDraw] = {}  # forced draws go before any other answer
         self.bytes_recorded = 0
-        self.calls: Counter = Counter()  # in this batch, by function and place
-        self.per_sample_draws: set[tuple[str, str]] = set()  # such calls, made once per sample
-        self.states: list[int] = []  # digests of the generators after the last draw we saw
+        self.calls: Counter = Counter()  # number of calls in this batch, by function and line
+        self.per_sample_draws: set[tuple[str, str]] = set()  # functions called once per sample
+        self.states: list[int] = []  # digests of the generators after the last seen draw
 
     def note_finding(self, kind: Finding, at: str) -> None:
         places = self.run.record.draws.setdefault(kind, [])
@@ -97,10 +97,10 @@ class Draws:
     def begin_forward(
         self, batch: tuple[int, int], sizes: list[int], draws_of_ranks: list[dict]
     ) -> None:
-        """Begin a batch where there is no loader.
+        """Begin a batch in a loop without a loader.
 
-        What is drawn outside of the model may be the next batch, so only what forward and backward
-        draw counts.
+        Draws outside of the model may make the next batch, so only those of forward and backward
+        belong to this one.
         """
         self.end_batch()
         self.begin_batch(batch, sizes, draws_of_ranks)
@@ -116,7 +116,7 @@ class Draws:
                 self.leave_model()
 
     def enter_model(self) -> bool:
-        """Count what is drawn from here on, in a model's forward or backward, as of its batch."""
+        """Count draws from here on, in a model's forward or backward, to its batch."""
         if not self.of_model or self.active or self.run.written:
             return False
         self.note_states()
@@ -130,7 +130,7 @@ class Draws:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what prove itself draws meanwhile: it draws nothing for the script."""
+        """Ignore the draws that prove itself makes meanwhile."""
         active, self.active = self.active, False
         try:
             yield
@@ -139,7 +139,7 @@ class Draws:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Leave out what a loader draws meanwhile: a replay gets the batches themselves."""
+        """Ignore the draws of a loader meanwhile: a replay gets the batches themselves."""
         before, self.is_loading = self.is_loading, True
         try:
             yield
@@ -149,7 +149,7 @@ class Draws:
     def note_between(self) -> None:
         """Note that a generator of the script's own has drawn between two batches.
 
-        It may do so for the next epoch, and its state cannot be restored.
+        The numbers may be for the next epoch, and the state of that generator cannot be restored.
         """
         if self.run.record.step_count and not self.is_loading and not self.run.written:
             self.note_finding(Finding.BETWEEN, where())
@@ -158,15 +158,15 @@ class Draws:
         self.states = random_state.state_digests()
 
     def check_states(self) -> list[int]:
-        """Note a draw that we did not see since the last one; return the digests of the states."""
+        """Note whether an unseen draw was made since the last one; return the state digests."""
         states = random_state.state_digests()
         if self.active and self.states and states != self.states:
             self.note_finding(Finding.ESCAPED, f"before {where()}")
         return states
 
     def next_key(self, name: str) -> DrawKey:
-        """The key of the next draw by this function at this place in the script."""
-        # The script for one GPU has other lines, so there only the order counts.
+        """Return the key of the next draw by this function at this line of the script."""
+        # The original script has other lines, so its calls are matched by order alone.
         at = "" if self.run.settings.mode == Mode.ORIGINAL else where()
         self.calls[name, at] += 1
         return DrawKey(self.batch, at, name, self.calls[name, at] - 1)
@@ -177,12 +177,12 @@ class Draws:
         result = function(*args, **kwargs)
         self.note_states()
         if before == self.states and kwargs.get("generator") is None:
-            return result  # attention has the tag of a draw, but without dropout draws nothing
+            return result  # attention is tagged as a draw, but draws nothing without dropout
         name = function.overloadpacket.__name__.rstrip("_")
         if any(part in name for part in KERNELS_THAT_DRAW):
             self.note_finding(Finding.OPAQUE, f"{name} at {where()}")
             return result
-        is_fused = name == "native_dropout"  # its first result also depends on its input
+        is_fused = name == "native_dropout"  # the first result is dropout applied to the input
         drawn = result[1] if is_fused else result
         if not isinstance(drawn, Tensor):
             self.note_finding(Finding.OPAQUE, f"{name} at {where()}")
@@ -226,7 +226,7 @@ class Draws:
     def record_or_answer(self, key: DrawKey, drawn: Any, arguments: list) -> Any:
         """While observing, record the draw; in a replay, return the recorded one, if there is one.
 
-        None: keep what was drawn, because this run observes, or no recorded draw fits this call.
+        Returns None to keep the draw, because the run observes or no recorded draw fits this call.
         """
         forced = self.forced.get(key)
         if isinstance(forced, OneDraw) and isinstance(drawn, Tensor):
@@ -264,9 +264,10 @@ class Draws:
         return self.interleaved_draws(key, dim, drawn, draws, arguments)
 
     def draw_of_batch(self, key: DrawKey, arguments: list, draws: list[Draw]) -> Any:
-        """Return rank 0's draw, where each rank has drawn once for its whole batch."""
+        """Return rank 0's draw if each rank has drawn once for its whole batch."""
         if any(draw.arguments != arguments for draw in draws):
-            self.note_finding(Finding.NOT_MATCHED, key.at)  # they may draw a place in the batch
+            # The draw may be a position in the batch.
+            self.note_finding(Finding.NOT_MATCHED, key.at)
             return None
         values = [draw.value for draw in draws]
         are_tensors = all(isinstance(value, Tensor) for value in values)
@@ -292,7 +293,7 @@ class Draws:
         """Interleave the ranks' draws in the order in which their samples are interleaved."""
         values, of_places = [draw.value for draw in draws], False
         for draw, size in zip(draws, self.sizes, strict=True):
-            if draw.arguments != arguments:  # is it because they name the size of the batch?
+            if draw.arguments != arguments:  # the arguments may contain the size of the batch
                 names = with_size_named(draw.arguments, size)
                 if names != with_size_named(arguments, sum(self.sizes)):
                     self.note_finding(Finding.NOT_MATCHED, key.at)
@@ -326,7 +327,7 @@ class Draws:
         }  # fmt: skip
 
     def places_in_merged_batch(self, values: list[Tensor]) -> list[Tensor]:
-        """Turn drawn places in the batch of each rank into places in the merged batch."""
+        """Turn drawn positions in each rank's batch into positions in the merged batch."""
         place = {pair: row for row, pair in enumerate(order_of_rows(self.sizes))}
         return [
             torch.tensor([place[rank, int(i)] for i in value.flatten()]).view_as(value)
@@ -334,7 +335,7 @@ class Draws:
         ]
 
     def draw_of_sample(self, key: DrawKey, drawn: Any) -> tuple | None:
-        """Return the draw for the next sample, in a tuple, where each rank drew once per sample."""
+        """Return the draw for the next sample, in a tuple, if each rank drew once per sample."""
         calls = [
             [draw.value for other, draw in own.items() if other[:3] == key[:3]]
             for own in self.draws_of_ranks
@@ -343,9 +344,9 @@ class Draws:
         if len(calls) < 2 or [*map(len, calls)] != sizes or max(sizes) < 2:
             return None
         if key.number >= sum(sizes) or all(repr(values) == repr(calls[0]) for values in calls):
-            return None  # all ranks drew the same, so the number of samples is a coincidence
+            return None  # all ranks drew the same: the number of draws is a coincidence
         shapes = {getattr(value, "shape", None) for values in calls for value in values}
-        if shapes != {getattr(drawn, "shape", None)}:  # one line calls several layers
+        if shapes != {getattr(drawn, "shape", None)}:  # one line may call several layers
             return None
         self.per_sample_draws.add((key.name, key.at))
         rank, sample = order_of_rows(sizes)[key.number]
@@ -369,8 +370,8 @@ def with_size_named(arguments: list, size: int) -> list:
 def pad_like(values: list[Tensor], drawn: Tensor, dim: int) -> list[Tensor]:
     """Fill up the draws of ranks that each pad to their own longest sample.
 
-    What no rank drew stays as the replaying rank has drawn it. Raises CannotMergeError if this one
-    needs more than any of the ranks has drawn.
+    The rest keeps the values that the replaying rank has drawn. Raises CannotMergeError if it needs
+    more than any of the ranks has drawn.
     """
     for other in range(drawn.ndim):
         if other != dim and drawn.shape[other] != max(value.shape[other] for value in values):

@@ -1,6 +1,6 @@
-"""Does one rank compute the same? In a replay, it gets the samples and the draws of all ranks.
+"""Give one rank the samples and the draws of all ranks in a replay.
 
-The orders in which it can get them are the modes in rank_record.py. A control run is a replay, too:
+The orders in which it gets them are the modes of rank_record.py. A control run is a replay, too:
 all ranks run again, and each is fed its own samples and draws.
 """
 
@@ -39,7 +39,7 @@ from prove.watch.draws import Draws, without_places
 from prove.watch.model_tensors import parameters_of, tensors_of
 from prove.watch.rank_run import RankRun, where, wrap
 
-NO_LOADER = -1  # stands for the number of a pass, where there is no loader
+NO_LOADER = -1  # stands for the number of a pass in a loop without a loader
 DROPOUTS = ["dropout", "dropout1d", "dropout2d", "dropout3d"]
 DROPOUTS += ["alpha_dropout", "feature_alpha_dropout"]
 
@@ -53,12 +53,12 @@ def normalize_by_rank(layer: Any, forward: Callable, rows: Tensor, owners: list[
         if not rank_0_buffers:
             rank_0_buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     for name, buffer in layer.named_buffers():
-        buffer.data.copy_(rank_0_buffers[name])  # .data: autograd need not know
+        buffer.data.copy_(rank_0_buffers[name])  # .data hides the write from autograd
     return torch.cat(normalized)[torch.argsort(torch.cat(groups))]
 
 
 def passes_of_rank_0_alone(records: list[RankRecord]) -> list[int]:
-    """Number the kept passes that only rank 0 makes, to draw a batch or to print its shape."""
+    """List the kept passes that only rank 0 makes, for example to print the shape of a batch."""
     kept = [
         [own for own in record.loader_passes if own.replay_number is not None] for record in records
     ]
@@ -72,7 +72,7 @@ def passes_of_rank_0_alone(records: list[RankRecord]) -> list[int]:
 
 
 def with_a_pass_before(draws: dict[DrawKey, Draw], number: int) -> dict[DrawKey, Draw]:
-    """Renumber the draws of a rank whose passes from this number on come one later."""
+    """Renumber the draws of a rank, to make room for one more pass with this number."""
     return {
         key._replace(batch=(key.batch[0] + (key.batch[0] >= number), key.batch[1])): draw
         for key, draw in draws.items()
@@ -80,18 +80,18 @@ def with_a_pass_before(draws: dict[DrawKey, Draw], number: int) -> dict[DrawKey,
 
 
 def size_of(call: tuple) -> int:
-    """How many samples are in the arguments of one call of a model."""
+    """Count the samples in the arguments of one call of a model."""
     tensors = tensors_in(list(call))
     return len(tensors[0]) if tensors and tensors[0].ndim else 1
 
 
 def batch_of_forward(number: int) -> tuple[int, int]:
-    """Name a forward as if it were a batch, where there is no loader."""
+    """Name a forward as if it were a batch, for a loop without a loader."""
     return (NO_LOADER, number)
 
 
 class InputKeeper:
-    """Keeps what goes into DDP in the observed run, if there is no loader to keep batches of."""
+    """Keeps the inputs of DDP in the observed run, if there is no loader."""
 
     def __init__(self, run: RankRun, draws: Draws) -> None:
         self.run, self.draws = run, draws
@@ -114,7 +114,7 @@ class InputKeeper:
 
 
 class Feeder:
-    """Gives a rank of a replay what all ranks of the observed run got, or its own part again."""
+    """Gives a rank of a replay the data of all ranks, or in a control its own data again."""
 
     def __init__(self, run: RankRun, draws: Draws) -> None:
         self.run, self.draws, self.world_size = run, draws, run.settings.world_size
@@ -133,8 +133,8 @@ class Feeder:
             and loader_pass.replay_number not in self.only_on_rank_0
         ]
         self.in_sequence = self.mode == Mode.SEQUENCE
-        self.sizes = [1]  # samples of each rank in the batch that is computed now
-        self.forwards = 0  # how many calls of DDP were fed so far
+        self.sizes = [1]  # number of samples of each rank in the current batch
+        self.forwards = 0  # number of calls of DDP that were fed so far
         self.loop_watcher: Any = None  # a LoopWatcher, if operations are watched
         forced = forced_file(run.settings.folder, run.settings.variant)
         if forced.exists():
@@ -142,7 +142,7 @@ class Feeder:
 
     @cached_property
     def tensors_of_ranks(self) -> list[dict[str, Any]]:
-        """Read what each rank kept.
+        """Read the tensors that each rank kept for a replay.
 
         A batch may be of a class of the script, so it is unpickled here, in a process that runs the
         script and knows this class by now, and never by the judges.
@@ -161,11 +161,11 @@ class Feeder:
 
     @property
     def own_rank(self) -> int:
-        """The rank whose weights this process begins with."""
+        """Return the rank whose weights this process begins with."""
         return self.run.record.rank if self.mode == Mode.CONTROL else 0
 
     def groups(self, number: int = NO_LOADER) -> list[list[int]]:
-        """Group the ranks whose samples become one batch, in the order in which these are given."""
+        """Group the ranks whose samples become one batch, in the order of these batches."""
         if number in self.only_on_rank_0:
             return [[0]]
         if self.mode == Mode.CONTROL:
@@ -187,22 +187,22 @@ class Feeder:
 
     @property
     def passes(self) -> int:
-        """How many passes over loaders were kept: those with gradients."""
+        """Count the passes over loaders that were kept, which are those with gradients."""
         return len(self.tensors_of_ranks[0]["batches"])
 
     def is_made_here(self, number: int) -> bool:
-        """Does this rank make that pass, or only rank 0?"""
+        """Does this rank make that pass? Only rank 0 makes some."""
         return self.own_rank == 0 or number not in self.only_on_rank_0
 
     def positions(self, number: int) -> int:
-        """How many batches every rank had in a pass."""
+        """Count the batches of a pass that every rank had."""
         ranks = [0] if number in self.only_on_rank_0 else range(self.world_size)
         return min(len(self.tensors_of_ranks[rank]["batches"][number]) for rank in ranks)
 
     def batch(
         self, number: int, position: int, ranks: list[int], collate: Callable | None
     ) -> tuple[Any, list[dict]]:
-        """Merge the batches that these ranks had at one position; return also what they drew."""
+        """Merge the batches of these ranks at one position; return it with their draws."""
         kept = [self.tensors_of_ranks[rank] for rank in ranks]
         batches: list[RecordedBatch] = [own["batches"][number][position] for own in kept]
         batch = self.cast(merge_by_collate(collate, batches))
@@ -212,14 +212,14 @@ class Feeder:
     def restore_generators(self, number: int) -> None:
         """Set the generators to their states after this pass in the observed run.
 
-        One rank has drawn other numbers meanwhile.
+        The replaying rank has drawn other numbers meanwhile.
         """
         states = self.tensors_of_ranks[self.own_rank].get("states_after", {})
         if number in states and self.mode != Mode.ORIGINAL:
             random_state.set_all_states(states[number])
 
     def inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Replace what goes into DDP by what all ranks gave to it, if the script has no loader."""
+        """Replace the inputs of DDP by the merged inputs of all ranks, if there is no loader."""
         calls = self.tensors_of_ranks[0].get("forwards")
         if not calls:
             return args, kwargs
@@ -233,7 +233,7 @@ class Feeder:
             self.tensors_of_ranks[rank]["forwards"][number // len(groups)] for rank in ranks
         ]
         if all(are_same(call, calls_of_ranks[0]) for call in calls_of_ranks):
-            calls_of_ranks = calls_of_ranks[:1]  # all ranks may give the same, such as a graph
+            calls_of_ranks = calls_of_ranks[:1]  # all ranks may give one input, such as a graph
         self.sizes = [*map(size_of, calls_of_ranks)]
         draws = [self.tensors_of_ranks[rank]["draws"] for rank in ranks]
         batch = batch_of_forward(number // len(groups))
@@ -285,9 +285,9 @@ def copy_into(tensor: Tensor, value: Tensor) -> None:
 
 
 def watch_dropout(run: RankRun) -> None:
-    """Note where dropout draws and from which state: do all ranks drop the same?
+    """Record where dropout draws and from which state, to tell whether all ranks drop the same.
 
-    Its masks are recorded as any other draw.
+    The masks themselves are recorded as any other draw.
     """
 
     def note() -> None:
@@ -309,7 +309,7 @@ def watch_dropout(run: RankRun) -> None:
     def attention(
         original: Callable, query: Any, key: Any, value: Any,
         attn_mask: Any = None, dropout_p: float = 0.0,
-        *rest: Any,  # nn.MultiheadAttention passes is_causal by its place
+        *rest: Any,  # nn.MultiheadAttention passes is_causal by position
         **more: Any,
     ) -> Tensor:  # fmt: skip
         if dropout_p > 0:

@@ -1,6 +1,6 @@
-"""How does a script come to compute in float64? Only there is rounding too small for a mistake.
+"""Make a script compute in float64, where rounding is far smaller than any mistake.
 
-Its tensors become float64 as they are made, and its models before they are used.
+Tensors become float64 when they are made, and models before they are used.
 """
 
 import os
@@ -25,7 +25,7 @@ def compute_in_float64() -> None:
 
     @wrap(nn.Module, "to")
     def to(original: Callable, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """Keep a model in float64: a way there and back would lose the hooks of its parameters."""
+        """Keep a model in float64: converting it back and forth would lose parameter hooks."""
         kwargs = {name: widest(value) for name, value in kwargs.items()}
         return original(module, *map(widest, args), **kwargs)
 
@@ -57,7 +57,7 @@ def make_double(module: nn.Module) -> None:
 
 
 def accumulator_is_held(p: Tensor) -> bool:
-    """Does anybody hold the autograd node that adds to p.grad?
+    """Does other code hold the autograd node that adds to p.grad?
 
     Megatron hangs its averaging on this node, and torch makes a new one, without that hook, when p
     gets another dtype.
@@ -70,12 +70,12 @@ def accumulator_is_held(p: Tensor) -> bool:
     with torch.enable_grad():
         if not p.requires_grad or not p.is_leaf:
             return False
-        metadata()["prove"] = True  # it is gone with its node, unless somebody holds that
+        metadata()["prove"] = True  # the mark survives only if other code holds the node
         return "prove" in metadata()
 
 
 def watch_sharding() -> None:
-    """Let fully_shard divide float64 parameters, and let no policy make them smaller."""
+    """Let fully_shard keep float64 parameters, whatever its mixed precision policy says."""
     import torch.distributed.fsdp as fsdp
 
     @wrap_everywhere(fsdp, "fully_shard")

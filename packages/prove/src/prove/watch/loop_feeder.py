@@ -1,6 +1,6 @@
-"""What does one rank get where a loop has no DataLoader? What all ranks read, merged.
+"""Give one rank the merged data that all ranks read in a loop without a DataLoader.
 
-loop_watcher.py records the sources and meetings of a rank, and says what these are. In a replay,
+loop_watcher.py records the sources and meetings of a rank, and explains both words. In a replay,
 the sources give the rows of all ranks, and each meeting is checked: are its data the merged ones?
 """
 
@@ -21,12 +21,12 @@ class SourceKey(NamedTuple):
     """Names one source, statistic or meeting, so that the same call in a replay finds it."""
 
     at: str
-    name: str  # of the function
-    number: int  # how many such calls came before it, at this place
+    name: str  # name of the function
+    number: int  # number of earlier calls of this function at this line
 
 
 class Source(NamedTuple):
-    """What a rank got from one call, and how many samples that has."""
+    """The tensor that a rank got from one call, and its number of samples."""
 
     value: Tensor
     size: int
@@ -36,10 +36,10 @@ class Meeting(NamedTuple):
     """The data that came together with gradients in one call."""
 
     values: list[Any]  # tensors and numbers
-    size: int  # samples of this rank
-    statistics: list[str]  # tags of the means and the like from which these data were made
-    sources: list[SourceKey]  # the last ones from which these data were made
-    trains: bool = False  # backward came through this call; it does not where a policy only acts
+    size: int  # number of samples of this rank
+    statistics: list[str]  # tags of the statistics from which these data were made
+    sources: list[SourceKey]  # last sources from which these data were made
+    trains: bool = False  # backward passed through this call, so it is not only inference
 
 
 def number_in(value: Any) -> float | None:
@@ -52,7 +52,7 @@ def number_in(value: Any) -> float | None:
 
 
 def are_close(value: Any, other: Any) -> bool:
-    """Are two values equal but for what rounding may do in another order of computing?"""
+    """Are two values equal up to the rounding of another order of computation?"""
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         if value.shape != other.shape:
             return False
@@ -65,10 +65,10 @@ def are_close(value: Any, other: Any) -> bool:
 
 
 class LoopFeeder:
-    """Gives a replay what the sources and the meetings of all ranks had."""
+    """Gives a replay the data of the sources and meetings of all ranks."""
 
     def __init__(self, run: RankRun, feeder: Feeder, watcher: Any) -> None:
-        """watcher: the LoopWatcher of this rank, which has made this object."""
+        """Read the data of all ranks. watcher: the LoopWatcher of this rank."""
         self.run, self.feeder, self.watcher = run, feeder, watcher
         settings = run.settings
         ranks = range(settings.world_size)
@@ -83,13 +83,13 @@ class LoopFeeder:
         records = read_records(settings.folder, Mode.OBSERVE)
         self.steps = min(record.step_count for record in records)
         self.differing = differing_statistics([record.statistics for record in records])
-        self.local_counts: set[float] = set()  # numbers of samples, rows or elements of one rank
-        self.sizes: list[int] = []  # samples of each rank at the last meeting
+        self.local_counts: set[float] = set()  # counts of samples, rows or elements of one rank
+        self.sizes: list[int] = []  # number of samples of each rank at the last meeting
         if settings.mode == Mode.SEQUENCE and self.meetings_of_ranks:
             self.check_sequence()
 
     def check_sequence(self) -> None:
-        """Note what cannot be given rank by rank: all that is not called once for each forward."""
+        """Note data that cannot be given in sequence: those not read once per forward."""
         keys = (*self.sources_of_ranks[0], *self.meetings_of_ranks[0])
         counts = Counter((key.at, key.name) for key in keys)
         forwards = max((n for (_, name), n in counts.items() if name.endswith("model")), default=0)
@@ -101,7 +101,7 @@ class LoopFeeder:
         return key._replace(number=key.number // len(self.feeder.groups()))
 
     def recorded(self, kept_by_ranks: list[dict[SourceKey, Any]], key: SourceKey) -> list | None:
-        """Find what each rank kept by the key of this rank; None if one of them kept nothing."""
+        """Return what each rank kept under this key; None if one of them kept nothing."""
         groups = self.feeder.groups()
         ranks, own_key = groups[key.number % len(groups)], self.key_of_rank(key)
         found = [kept_by_ranks[rank].get(own_key) for rank in ranks]
@@ -117,14 +117,14 @@ class LoopFeeder:
         try:
             merged = merge(values, [each.size for each in found])
         except CannotMergeError:
-            return own  # the meeting of these data will note it
+            return own  # the meeting of these data will report it
         return own if are_close(own, merged) else self.like(own, merged)
 
     def like(self, own: Tensor, value: Tensor) -> Tensor:
         return self.feeder.cast(value.to(own.device))
 
     def begin_draws(self, forward: int) -> None:
-        """Give one rank what all ranks drew in this forward, and the sizes of their batches."""
+        """Give one rank the draws of all ranks in this forward, and the sizes of their batches."""
         if not self.sizes:
             return
         groups, self.feeder.sizes = self.feeder.groups(), self.sizes
@@ -135,7 +135,7 @@ class LoopFeeder:
     def match_data(self, key: SourceKey, values: list) -> dict[int, Any]:
         """Match the data of a meeting with those of all ranks.
 
-        Returns what replaces the values, by their ids.
+        Returns the replacements by the ids of the values.
         """
         at = where()
         meeting = self.meetings_of_ranks[0].get(self.key_of_rank(key))
@@ -158,9 +158,9 @@ class LoopFeeder:
         return changed
 
     def value_of(self, own: Any, column: list, found: list[Meeting], is_input: bool) -> Any:
-        """Choose what one rank computes with, and note what may explain a difference."""
+        """Choose the value for one rank, and note what may explain a difference."""
         at, note, sizes = where(), self.watcher.note, [each.size for each in found]
-        if len(column) == 1:  # each rank gets its own
+        if len(column) == 1:  # in a control, each rank gets its own value
             return self.like(own, column[0]) if isinstance(own, Tensor) else own
         statistics = [tag for each in found for tag in each.statistics if tag in self.differing]
         if isinstance(own, str):
@@ -200,7 +200,7 @@ class LoopFeeder:
             self.watcher.note(DataFinding.NOT_GIVEN, at)
 
     def check_number(self, own: Any, column: list, sizes: list[int], statistics: list[str]) -> None:
-        """Compare a number that scales the loss: it may be the number of samples of one rank."""
+        """Compare a number that scales the loss, which may be one rank's sample count."""
         numbers, value, at = [number_in(each) for each in column], number_in(own), where()
         first = numbers[0]
         if value is None or first is None or any(not are_close(n, first) for n in numbers):
@@ -216,7 +216,7 @@ class LoopFeeder:
 
 
 def merge(values: list[Tensor], sizes: list[int]) -> Tensor:
-    """Interleave the rows of all ranks; CannotMergeError if they are no rows of samples."""
+    """Interleave the rows of all ranks; raise CannotMergeError if these are not samples."""
     shapes = {value.shape[1:] for value in values}
     if any(not value.ndim for value in values) or len(shapes) > 1:
         raise CannotMergeError("other shapes on each rank")

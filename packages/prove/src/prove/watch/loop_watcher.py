@@ -1,11 +1,11 @@
-"""What does a training loop read that has no DataLoader? One rank gets what all ranks read, merged.
+"""Record the data that a training loop reads without a DataLoader.
 
 A mode of torch sees every call of a torch function outside of modules, backward and optimizers. Two
-kinds count. A *source* is what the loop reads or makes: `x[ids]`, torch.stack, a draw.
-A *meeting* is where data without gradient come together with a tensor that has one: what goes into
-a model, the targets of a loss, the advantages of a policy. Only the last sources before a meeting
-matter, so an environment, whose ranks act for themselves, stays as it is. loop_feeder.py replaces
-their data in a replay.
+kinds of calls count. A *source* reads or makes data: `x[ids]`, torch.stack, a random draw. In a
+*meeting*, data without a gradient come together with a tensor that has one: the inputs of a model,
+the targets of a loss, the advantages of a policy. Only the last sources before a meeting matter, so
+an environment in which each rank acts by itself stays as it is. In a replay, loop_feeder.py
+replaces the data of sources and meetings by those of all ranks.
 """
 
 import os
@@ -45,7 +45,7 @@ READS = {"__getitem__", "index_select"}
 MAKES = {"stack", "cat", "concat", "as_tensor", "tensor", "from_numpy", "asarray"}
 DRAWS = {"randn", "rand", "randint", "randn_like", "rand_like", "randint_like", "normal"}
 STATISTICS = {"mean", "std", "var", "std_mean", "var_mean", "amax", "amin", "median", "quantile"}
-SUMS = {"sum", "count_nonzero"}  # they count as statistics where they add up everything
+SUMS = {"sum", "count_nonzero"}  # count as statistics if they sum over all elements
 SCALES = {"mul", "div", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__imul__"}
 SCALES |= {"__itruediv__", "mul_", "div_", "multiply", "divide", "true_divide", "__div__"}
 FROM_OUTSIDE = {"as_tensor", "tensor", "from_numpy", "asarray"}
@@ -73,7 +73,7 @@ def is_plain(value: Any) -> bool:
 
 
 def is_centered(value: Tensor) -> bool:
-    """Has somebody subtracted the mean of these very numbers?"""
+    """Do these numbers have mean 0, because their own mean was subtracted?"""
     if not value.is_floating_point() or value.numel() < 4:
         return False
     deviation, mean = torch.std_mean(value.double())
@@ -81,7 +81,7 @@ def is_centered(value: Tensor) -> bool:
 
 
 def drops_rows(name: str, args: tuple) -> bool:
-    """Does an index choose no batch? `x[3]` is one sample, and `x[:, 2]` has all of them."""
+    """Does this index not choose a batch? `x[3]` is one sample, `x[:, 2]` has all samples."""
     if name != "__getitem__":
         return False
     index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
@@ -90,7 +90,7 @@ def drops_rows(name: str, args: tuple) -> bool:
 
 
 class LoopWatcher:
-    """Records the sources and meetings of this rank, or lets a LoopFeeder replace their data."""
+    """Records the sources and meetings of this rank, or lets a LoopFeeder replace the data."""
 
     def __init__(
         self, run: RankRun, draws: Draws, feeder: Feeder | None, steps: StepWatcher
@@ -99,19 +99,19 @@ class LoopWatcher:
         self.feeder = LoopFeeder(run, feeder, self) if feeder else None
         self.main_thread = threading.main_thread().ident
         self.calls: Counter = Counter()
-        self.tags = WeakTensorKeyDictionary()  # by tensor: its last sources and its statistics
+        self.tags = WeakTensorKeyDictionary()  # last sources and statistics of each tensor
         self.sources: dict[SourceKey, Tensor] = {}
         self.meetings: dict[SourceKey, Meeting] = {}
-        self.open_meeting: SourceKey | None = None  # its call has not given its result yet
-        self.size: int | None = None  # samples in the last input of a model
-        self.forwards = 0  # calls of models without DDP
+        self.open_meeting: SourceKey | None = None  # a meeting whose call has not returned yet
+        self.size: int | None = None  # number of samples in the last input of a model
+        self.forwards = 0  # number of calls of models without DDP
         self.statistics: dict[SourceKey, Statistic] = {}
         self.bytes_kept = 0
         self.local = threading.local()
         self.mode = LoopMode(self)
 
     def leave(self) -> None:
-        """Stop watching: there is a loader, and its batches are what the loop reads."""
+        """Stop watching, because the loop reads the batches of a loader."""
         if _get_current_function_mode() is self.mode:
             self.mode.__exit__(None, None, None)
 
@@ -124,7 +124,7 @@ class LoopWatcher:
         if threading.get_ident() != self.main_thread:
             return True
         in_backward = torch._C._current_graph_task_id() != -1
-        # A loss is a module, too, which may be called by keywords that no hook sees.
+        # A loss is a module, too. It may get keyword arguments, which no hook sees.
         in_model = any(next(part.parameters(), None) is not None for part in run.running_modules)
         return not (in_model or in_backward or self.steps.depth)
 
@@ -133,7 +133,7 @@ class LoopWatcher:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Watch nothing meanwhile: what torch itself computes is no part of the loop."""
+        """Watch nothing meanwhile, because torch's own calls are no part of the loop."""
         busy, self.local.busy = getattr(self.local, "busy", False), True
         try:
             yield
@@ -148,7 +148,7 @@ class LoopWatcher:
     def next_key(self, name: str, at: str) -> SourceKey:
         if (
             self.run.settings.mode == Mode.ORIGINAL
-        ):  # that script has other lines: only order counts
+        ):  # its lines differ, so calls are matched by order
             at = ""
         self.calls[name, at] += 1
         return SourceKey(at, name, self.calls[name, at] - 1)
@@ -196,9 +196,9 @@ class LoopWatcher:
         self.keep(result)
         self.sources[key] = own_copy(result)
         tags = [tag for tensor in tensors for tag in self.tags_of(tensor)]
-        # What was put together keeps its statistics, and so does what was chosen by an index.
+        # A tensor that was stacked or indexed keeps the statistics of its parts.
         kept = {tag for tag in tags if isinstance(tag, str)}
-        if name in FROM_OUTSIDE and is_centered(result):  # NumPy's own mean is not seen
+        if name in FROM_OUTSIDE and is_centered(result):  # the call of NumPy's mean is not seen
             kept.add(self.statistic(CENTERED, [result]))
         if name in READS:
             indices = [t for t in tensors[1:] if t.ndim and len(t) == len(result)]
@@ -235,7 +235,7 @@ class LoopWatcher:
         return self.statistics[key].tag
 
     def forget_statistics(self, tensor: Any) -> None:
-        """Forget the statistics of a tensor of which a collective has made one for all ranks."""
+        """Forget the statistics of a tensor that a collective has combined over all ranks."""
         if isinstance(tensor, Tensor) and (tags := self.tags_of(tensor)):
             self.tags[tensor] = frozenset(tag for tag in tags if not isinstance(tag, str))
 
@@ -244,7 +244,7 @@ class LoopWatcher:
     ) -> Any:
         """Call a function in which data may meet gradients.
 
-        What such a function draws itself, as dropout does, cannot be recorded here.
+        Draws of such a function itself, as of dropout, cannot be recorded here.
         """
         values = [part for part in parts_of(args, kwargs) if is_plain(part)]
         values = [part for part in values if not part.requires_grad]
@@ -273,7 +273,7 @@ class LoopWatcher:
         values: list[Any] = [part for part in tensors if is_plain(part) and not part.requires_grad]
         if not values:
             return None
-        values += [part for part in inputs if isinstance(part, str)]  # it may name a part to use
+        values += [part for part in inputs if isinstance(part, str)]  # may name a part to use
         with self.paused():
             if trained:
                 self.size = size_of((list(inputs),))
@@ -283,7 +283,7 @@ class LoopWatcher:
         return replace_parts(inputs, changed) if changed else None
 
     def begin_draws(self) -> None:
-        """Count what a model without DDP draws in this forward and its backward."""
+        """Record the draws of a model without DDP in this forward and its backward."""
         self.forwards += 1
         if self.feeder:
             self.feeder.begin_draws(self.forwards)
@@ -295,7 +295,7 @@ class LoopWatcher:
     def record_or_match(self, name: str, values: list, size: int | None) -> dict[int, Any]:
         """While observing, record a meeting; in a replay, match it with those of all ranks.
 
-        Returns what replaces the values, by their ids.
+        Returns the replacements by the ids of the values.
         """
         at = where()
         key = self.next_key(f"meeting {name}", at)
@@ -318,7 +318,7 @@ class LoopWatcher:
                     self.tags[tensor] = tags | self.tags_of(tensor)
 
     def note_backward_of(self, outputs: Any) -> None:
-        """Note when backward comes through the open meeting: only then does this one train."""
+        """Note when backward passes through the open meeting, because only then it trains."""
         key, self.open_meeting = self.open_meeting, None
         for tensor in tensors_in([outputs]) if key else []:
             if tensor.grad_fn is not None:
@@ -345,7 +345,7 @@ class LoopWatcher:
                 self.run.record.statistics.append(used[tag])
 
     def enter_ddp(self, args: tuple, kwargs: dict) -> bool:
-        """Let what goes into DDP meet gradients; in a replay, is it what all ranks gave to it?"""
+        """Record a meeting for the inputs of DDP; in a replay, are they the merged inputs?"""
         if not self.run.has_no_loader() or (self.feeder and not self.feeder.meetings_of_ranks):
             return False
         self.size = size_of((list(args), kwargs))
@@ -371,7 +371,7 @@ class LoopWatcher:
 
 
 def watch_threads(watcher: LoopWatcher) -> None:
-    """Let threads that read ahead be seen, too: a mode of torch sees one thread only."""
+    """Watch threads that read ahead, too: a mode of torch sees only its own thread."""
 
     @wrap(threading.Thread, "start")
     def start(original: Callable, self: Any) -> None:
@@ -425,7 +425,7 @@ class LoopMode(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         file = sys._getframe(1).f_code.co_filename
-        if file == loss.__file__:  # loss.py stands in for a function of torch: who called that?
+        if file == loss.__file__:  # loss.py wraps a function of torch: find its caller
             file = next(own for own, *_ in callers() if os.path.dirname(own) not in OWN_FOLDERS)
         if os.path.dirname(file) in OWN_FOLDERS:
             return function(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""What happens between a loss and its step? Scaling by a GradScaler, backward, and clipping."""
+"""Watch what happens between a loss and its step: GradScaler, backward, and clipping."""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +49,7 @@ def watch_scaling(run: RankRun) -> None:
 
 
 def watch_backward(run: RankRun, model: ModelWatcher) -> None:
-    """Watch backward, and before it the loss functions of torch: where was the last one called?"""
+    """Watch backward, and the loss functions of torch, to name the line of the loss."""
     inside, loss_at = False, ""
 
     for name in LOSSES:
@@ -64,7 +64,7 @@ def watch_backward(run: RankRun, model: ModelWatcher) -> None:
     @wrap(Tensor, "backward")
     def backward(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal inside, loss_at
-        if inside:  # --cpu: a mode of torch calls it once more
+        if inside:  # with --cpu, a mode of torch calls this function once more
             return original(self, *args, **kwargs)
         model.backwards += 1
         with model.draws.paused():

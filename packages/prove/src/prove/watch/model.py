@@ -1,4 +1,4 @@
-"""What does the model of a rank compute? Watch its modules, its forward passes, and DDP."""
+"""Watch the modules of a rank, their forward passes, and DDP."""
 
 import weakref
 from collections import Counter
@@ -38,17 +38,17 @@ MOST_CALLS = 64
 
 
 class ModelWatcher:
-    """Knows the modules and DDP models of this rank, and writes down what they hold."""
+    """Knows the modules and DDP models of this rank, and records their tensors."""
 
     def __init__(self, run: RankRun, steps: StepWatcher) -> None:
         self.run, self.steps = run, steps
         self.draws, self.feeder = steps.draws, steps.feeder
-        self.modules: list[weakref.ref] = []  # all that the script has made, the oldest first
+        self.modules: list[weakref.ref] = []  # all modules of the script, the oldest first
         self.ddps: list[DistributedDataParallel] = []
         self.called_in_training: list[nn.Module] = []
         self.backwards = 0
-        self.parameters: dict[str, nn.Parameter] = {}  # of called_in_training, by their keys
-        self.averaged: set[int] = set()  # ids of parameters that a DDP was made to average
+        self.parameters: dict[str, nn.Parameter] = {}  # parameters of called_in_training, by key
+        self.averaged: set[int] = set()  # ids of parameters that a DDP averages
         self.loop_watcher: Any = None  # a LoopWatcher, if operations are watched
 
     def keep_start(self) -> None:
@@ -70,7 +70,7 @@ class ModelWatcher:
         }
 
     def root_modules(self) -> dict[str, nn.Module]:
-        """List the modules that are part of no other one but a DDP, by class and number."""
+        """List the modules that are part of no other module but a DDP, by class and number."""
         alive = [module for reference in self.modules if (module := reference()) is not None]
         plain = [module for module in alive if not isinstance(module, DistributedDataParallel)]
         parts = {id(part) for module in plain for part in module.children()}
@@ -87,7 +87,7 @@ class ModelWatcher:
     def name_parameters(self, module: nn.Module) -> None:
         """Give the parameters of a module keys that say in which module of the script they are.
 
-        Other ranks may call another part of that module.
+        A key is the same on all ranks, although each may call another part of that module.
         """
         called = {id(p) for p in module.parameters() if not is_lazy(p)}
         known = {id(p) for p in self.parameters.values()}
@@ -97,7 +97,7 @@ class ModelWatcher:
                     self.parameters[f"{root}: {without_wrappers(name)}"] = p
 
     def holds_gradients(self) -> bool:
-        """Does any parameter have a gradient that is not zero, or may FSDP have one elsewhere?"""
+        """Does any parameter have a nonzero gradient, or may FSDP keep one elsewhere?"""
         held = [
             p for optimizer in self.steps.optimizers_of_torch() for p in parameters_of(optimizer)
         ]
@@ -107,13 +107,13 @@ class ModelWatcher:
         )
 
     def note_weights(self) -> None:
-        """Write down all weights between two batches, when a step is over, whoever has made it."""
+        """Record all weights between two batches after a step, by an optimizer or the script."""
         noted, steps = self.run.record.weights, self.run.record.step_count
         if len(noted) <= MOST_STEPS and steps not in noted and self.parameters:
             noted[steps] = {key: project(p) for key, p in self.parameters.items()}
 
     def note_received_weights(self) -> None:
-        """Count a step where rank 0 alone steps and sends its weights: a parameter server."""
+        """Count a step when weights arrive from rank 0, which alone steps: a parameter server."""
         record = self.run.record
         if not self.run.joined or any(optimizer.steps for optimizer in record.optimizers):
             return
@@ -132,7 +132,7 @@ class ModelWatcher:
         self.run.record.not_comparable = sorted(not_comparable)
 
     def write_names(self) -> None:
-        """Write the names of each optimizer's parameters, and which of them DDP does not hold."""
+        """Record the names of each optimizer's parameters, and which of them are outside DDP."""
         names: dict[int, str] = {}
         for module in [*(ddp.module for ddp in self.ddps), *self.called_in_training]:
             for name, p in module.named_parameters():
@@ -148,7 +148,7 @@ class ModelWatcher:
             record.outside_ddp = [number for number, p in numbered if id(p) not in in_ddp]
 
     def moved_parameters(self) -> set[str]:
-        """The keys of parameters that have changed, whoever has changed them."""
+        """Return the keys of the parameters that have changed during the run."""
         first: dict[str, Projection] = {}
         for held in self.run.record.weights.values():
             first = held | first
@@ -156,7 +156,7 @@ class ModelWatcher:
         return {key for key, weights in noted if weights != first[key]}
 
     def write_parameters_of_ddp(self) -> None:
-        """Write which parameters of DDP no optimizer holds, and which never got a gradient."""
+        """Record which parameters of DDP no optimizer holds, and which never got a gradient."""
         held, had_gradient = self.steps.held_parameters(), self.steps.had_gradient
         keys, moved = {id(p): key for key, p in self.parameters.items()}, self.moved_parameters()
         for ddp, record in zip(self.ddps, self.run.record.ddps, strict=True):
@@ -178,18 +178,18 @@ class ModelWatcher:
             ]
             record.without_gradient = [
                 name for name, p in trained.items() if p in self.averaged and p not in had_gradient
-            ]  # gradients of the others are not watched
+            ]  # only gradients of an optimizer's parameters are watched
 
     def number_of_ddp(self, module: nn.Module) -> int | None:
-        """The number of the first DDP model to which a module belongs; None: it is in none."""
+        """Return the number of the first DDP model that contains a module, or None."""
         belongs = (any(part is module for part in ddp.modules()) for ddp in self.ddps)
         return next((number for number, is_part in enumerate(belongs) if is_part), None)
 
     def note_call(self, module: nn.Module, inputs: tuple) -> None:
-        """Write down that the script itself calls a module."""
+        """Record that the script itself calls a module."""
         run, number = self.run, self.number_of_ddp(module)
         if any(is_functorch_wrapped_tensor(p) or is_lazy(p) for p in module.parameters()):
-            return  # torch.func gives it other tensors to compute with; a lazy one has none yet
+            return  # torch.func replaces its tensors, or a lazy module has none yet
         for tell in run.events.module_calls:
             tell(module, number)
         trains = module.training and torch.is_grad_enabled()
@@ -221,7 +221,7 @@ class ModelWatcher:
 
 
 def watch_ddp(run: RankRun, model: ModelWatcher, source: Feeder | InputKeeper) -> None:
-    """Watch DDP, and let what `source` gives go into it in place of what the script has given."""
+    """Watch DDP, and replace its inputs by those that `source` returns."""
 
     @wrap(DistributedDataParallel, "__init__")
     def init(original: Callable, self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -264,7 +264,7 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
         if isinstance(module, nn.RNNBase) and not run.settings.dropout:
             module.dropout = 0.0
         inputs_of_all = None
-        is_repeated = torch._C._current_graph_task_id() != -1  # in backward, by a checkpoint
+        is_repeated = torch._C._current_graph_task_id() != -1  # a checkpoint, in backward
         if not inside and not is_repeated and (run.joined or run.replaying):
             with model.draws.paused():
                 if run.settings.float64:
@@ -279,7 +279,7 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
         return inputs_of_all
 
     def leave_module(module: nn.Module, inputs: Any, outputs: Any) -> None:
-        while inside and inside.pop() is not module:  # an error left the inner ones
+        while inside and inside.pop() is not module:  # inner modules remain after an error
             pass
         with model.draws.paused():
             layers.leave(module, outputs)
@@ -301,7 +301,7 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
 
 
 def watch_functional_calls(run: RankRun, model: ModelWatcher) -> None:
-    """Watch the function in which torch.func.functional_call and its predecessors end."""
+    """Watch the function that torch.func.functional_call and its predecessors call last."""
 
     @wrap(nn.utils.stateless, "_functional_call")
     def call(original: Callable, module: nn.Module, tensors: Any, *args: Any, **more: Any) -> Any:
@@ -323,7 +323,7 @@ def watch_functional_calls(run: RankRun, model: ModelWatcher) -> None:
 
 
 def unwrapped(tensor: Any) -> Any:
-    """Take away what torch.func puts around a tensor."""
+    """Return the tensor inside the wrappers of torch.func."""
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor

@@ -1,7 +1,7 @@
-"""Read the tensors of models and optimizers: whole, by name, or written down as two numbers.
+"""Read the tensors of models and optimizers: whole, by name, or as two numbers.
 
-`project` makes these numbers: the product of a tensor with a fixed vector, and its norm. The first
-is linear, so the mean over ranks can be checked without sending a gradient anywhere.
+`project` makes these numbers: the inner product of a tensor with a fixed vector, and its norm. The
+first is linear, so the mean over ranks can be checked without sending a gradient anywhere.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from prove.comparable import NotComparableError, comparable, full_tensor
 from prove.rank_record import Projection
 from prove.watch.batches import copy_tensors
 
-not_comparable: set[str] = set()  # the kinds of tensors for which there is no projection
+not_comparable: set[str] = set()  # kinds of tensors without a projection
 
 
 @cache
@@ -33,7 +33,7 @@ def full_copies(tensors: list) -> list:
 def is_divided(module: nn.Module) -> bool:
     """Is a module divided between the ranks by tensor parallelism or by the older FSDP?
 
-    What fully_shard divides does not count, because it can be put together.
+    Modules of fully_shard do not count, because their tensors can be gathered.
     """
     classes = {base.__name__ for part in module.modules() for base in type(part).__mro__}
     divided = [p for p in module.parameters() if hasattr(p, "full_tensor")]
@@ -44,7 +44,7 @@ def is_divided(module: nn.Module) -> bool:
 
 
 def project(tensor: Tensor) -> Projection:
-    """A linear function of a tensor, and its norm; zeros for one that cannot be compared."""
+    """Return a linear function of a tensor, and its norm; zeros if it cannot be compared."""
     try:
         flat = comparable(tensor)
     except NotComparableError as error:
@@ -79,7 +79,7 @@ def momenta_of(optimizer: Any) -> list[float]:
 
 
 def schedule_settings(optimizer: Any) -> list[dict]:
-    """What a scheduler may change: learning rates, and with OneCycleLR or CyclicLR, momentum."""
+    """Return what a scheduler may change: learning rates, and for some classes momentum."""
     names = ("lr", "momentum", "betas")
     groups = optimizer.param_groups
     return [

@@ -1,4 +1,4 @@
-"""How does a process of the user's come to watch itself? `install()` puts all watchers in place."""
+"""Install all watchers in a process of the user's command."""
 
 import atexit
 import json
@@ -28,9 +28,9 @@ from prove.watch.rank_run import RankRun, wrap
 
 
 def seed_of(settings: Settings) -> int:
-    """Choose what the script's generators begin with.
+    """Choose the seed with which the script's generators begin.
 
-    A replay takes what they began with in the observed run on this rank, or on rank 0.
+    A replay takes the seed of the observed run: that of rank 0, or in a control of this rank.
     """
     rank = int(os.environ.get("RANK", 0)) if settings.mode == Mode.CONTROL else 0
     if settings.mode not in (Mode.OBSERVE, Mode.BARE):
@@ -46,7 +46,7 @@ def install() -> RankRun:
     run.record.seed = seed_of(settings)
     random_state.seed_all(run.record.seed)
     if settings.cpu:
-        from prove.watch import pretend_gpus  # it imports what takes a second
+        from prove.watch import pretend_gpus  # imports that take a second
 
         pretend_gpus.install(settings.gpus)
     if settings.mode == Mode.BARE:

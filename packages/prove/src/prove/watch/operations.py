@@ -1,6 +1,6 @@
-"""What does the script do to its parameters, and what does it draw? Every operation passes by here.
+"""Watch every operation of torch: which one writes to a parameter, and which one draws?
 
-A dispatch mode of torch sees all that autograd sees, and also what is done to `p.data` or by
+A dispatch mode of torch sees all that autograd sees, and also writes to `p.data` or by
 `torch._foreach_*`. A step is a change of parameters, whoever makes it: a script without an
 optimizer of torch is watched by its first write to a parameter after a batch.
 """
@@ -21,11 +21,11 @@ def address_of(tensor: Tensor) -> int:
 
 
 class OptimizerByHand:
-    """Stands in for the optimizer of a script that has none: it holds what the script changes."""
+    """Stands in for a missing optimizer, and holds the parameters that the script changes."""
 
     def __init__(self) -> None:
         self.param_groups: list[dict] = [{"params": [], "lr": 0.0}]
-        self.addresses: list[int] = []  # where its parameters lie in memory
+        self.addresses: list[int] = []  # memory addresses of its parameters
 
     def hold(self, parameter: Tensor) -> None:
         if not any(parameter is known for known in self.param_groups[0]["params"]):
@@ -35,11 +35,11 @@ class OptimizerByHand:
     def holds(self, tensor: Any) -> bool:
         if type(tensor) not in (Tensor, nn.Parameter) and not hasattr(tensor, "to_local"):
             return False
-        has_memory = not is_functorch_wrapped_tensor(tensor)  # torch.func's wrappers have none
+        has_memory = not is_functorch_wrapped_tensor(tensor)  # torch.func wraps without memory
         return has_memory and address_of(tensor) in self.addresses
 
     def exchanged(self) -> bool:
-        """Does a parameter lie elsewhere now? After `p.data = new` it does, though nobody wrote."""
+        """Has a parameter moved in memory? `p.data = new` moves it without a write."""
         before, parameters = self.addresses, self.param_groups[0]["params"]
         self.addresses = [address_of(parameter) for parameter in parameters]
         return self.addresses != before

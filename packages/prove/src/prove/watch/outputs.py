@@ -1,4 +1,4 @@
-"""What does each layer give before the first step? Where a replay differs, this tells the place."""
+"""Record the output of each layer before the first step, to find where a replay differs."""
 
 import inspect
 from typing import Any
@@ -19,7 +19,7 @@ MOST_OUTPUTS = 2000
 class OutputWatcher:
     def __init__(self, run: RankRun) -> None:
         self.run = run
-        self.names: dict[int, str] = {}  # layers of the module that is called now, by id
+        self.names: dict[int, str] = {}  # layers of the current module, by id
 
     def is_wanted(self) -> bool:
         record = self.run.record
@@ -33,8 +33,8 @@ class OutputWatcher:
     def enter(self, root: nn.Module) -> None:
         """Note the layers of a module that the script calls.
 
-        A transform of the data is no model, though torchvision's are modules: one rank gets what
-        they made, and never calls them.
+        Transforms of data are left out, although those of torchvision are modules: one rank gets
+        their results and never calls them.
         """
         if self.is_wanted() and root.training and not is_loading(inspect.currentframe()):
             self.names = {id(part): without_wrappers(name) for name, part in root.named_modules()}
@@ -46,7 +46,7 @@ class OutputWatcher:
         if tensor is None or is_functorch_wrapped_tensor(tensor):
             return
         if tensor.is_nested or not tensor.numel():
-            return  # no row for each sample, or none with numbers
+            return  # the output has no rows of numbers by sample
         try:
             rows = comparable(tensor).reshape(len(tensor), -1)
         except NotComparableError:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch._dynamo  # it lists the functions of torch, so it must see them as they are
+import torch._dynamo  # lists torch's functions, so it is imported before they change
 import torch.cuda.nvtx
 import torch.cuda.profiler
 import torch.distributed as dist
@@ -27,7 +27,7 @@ def always(answer: Any) -> Callable:
 
 
 class Event:
-    """A torch.cuda.Event that has always happened already."""
+    """Stands in for a torch.cuda.Event that has always happened already."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.record = self.wait = self.synchronize = always(None)
@@ -35,7 +35,7 @@ class Event:
 
 
 class Stream(nullcontext):
-    """A torch.cuda.Stream whose work is always done already."""
+    """Stands in for a torch.cuda.Stream whose work is always done already."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(self)
@@ -47,8 +47,8 @@ GPU = SimpleNamespace(name="CPU", total_memory=1, major=8, minor=0, multi_proces
 PROFILER = SimpleNamespace(cudaProfilerStart=always(0), cudaProfilerStop=always(0))
 CUDA, ACCELERATOR = (torch.cuda,), (torch.accelerator,)
 BOTH = (torch.cuda, torch.accelerator)
-# Which modules, what their functions return whatever they are asked, and the names of these. CUDA
-# graphs are not among them, as their replay must compute; what differs by the machine: install().
+# Modules, a constant that their functions return, and the names of these functions. CUDA graphs are
+# missing, because their replay must compute. install() adds the values that depend on the machine.
 ANSWERS: list[tuple[tuple, Any, tuple[str, ...]]] = [
     (BOTH, None, ("synchronize", "set_stream", "empty_cache")),
     (BOTH, None, ("reset_peak_memory_stats", "reset_accumulated_memory_stats")),
@@ -67,7 +67,7 @@ ANSWERS: list[tuple[tuple, Any, tuple[str, ...]]] = [
     (CUDA, GPU.name, ("get_device_name",)),
     (CUDA, GPU, ("get_device_properties",)),
     (CUDA, (GPU.major, GPU.minor), ("get_device_capability",)),
-    (CUDA, (GPU.total_memory, GPU.total_memory), ("mem_get_info",)),  # free, and in all
+    (CUDA, (GPU.total_memory, GPU.total_memory), ("mem_get_info",)),  # free and total memory
     (CUDA, True, ("is_bf16_supported", "is_tf32_supported")),
     (CUDA, False, ("is_initialized", "is_current_stream_capturing", "can_device_access_peer")),
     (CUDA, None, ("init", "set_device", "ipc_collect", "check_error", "set_sync_debug_mode")),
@@ -99,13 +99,13 @@ def is_gpu(device: Any) -> bool:
 class GpuGenerator:
     """Stands in for the generator of the GPU.
 
-    It is the CPU's generator, until the script seeds the GPU alone. From then on, models and calls
-    that name a GPU draw from a state of their own, as on a real one.
+    Until the script seeds the GPU alone, the CPU's generator serves for both. From then on, models
+    and calls that name a GPU draw from a separate state, as on a real GPU.
     """
 
     def __init__(self) -> None:
         self.state: Tensor | None = None
-        self.running: list[torch.nn.Module] = []  # the module whose forward draws from it now
+        self.running: list[torch.nn.Module] = []  # the module whose forward draws from it
 
     def seed_alone(self, number: int) -> None:
         if self.state is None:
@@ -120,7 +120,7 @@ class GpuGenerator:
             torch.set_rng_state(other_state)
 
     def begin_forward(self, module: torch.nn.Module, args: Any) -> None:
-        recomputes = torch._C._current_graph_task_id() != -1  # a checkpoint has put the state back
+        recomputes = torch._C._current_graph_task_id() != -1  # a checkpoint has restored the state
         if not self.running and not recomputes and next(module.parameters(), None) is not None:
             self.exchange()
             self.running.append(module)
@@ -135,7 +135,7 @@ GPU_GENERATOR = GpuGenerator()
 
 
 class OnCPU(TorchFunctionMode):
-    """Every call of torch that names a GPU names the CPU instead."""
+    """A mode in which every torch call that names a GPU runs on the CPU instead."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
         kwargs = dict(kwargs or {})
@@ -173,7 +173,7 @@ def set_rng_state_all(states: Iterable[Tensor]) -> None:
 
 
 def install(gpus: int) -> None:
-    """Let torch see so many GPUs from now on, and use the CPU in their place."""
+    """Let torch see this number of GPUs from now on, and use the CPU in their place."""
     answers = [(owner, name, answer) for owners, answer, names in ANSWERS
                for owner in owners for name in names]  # fmt: skip
     answers += [(owner, "device_count", gpus) for owner in BOTH]
@@ -182,9 +182,9 @@ def install(gpus: int) -> None:
     for owner, name, answer in answers:
         setattr(owner, name, always(answer))
     for name in dir(torch.cuda):
-        if name.endswith("Tensor"):  # FloatTensor and the others
+        if name.endswith("Tensor"):  # FloatTensor and the like
             setattr(torch.cuda, name, getattr(torch, name))
-    replaced = {  # the random numbers are those of the CPU
+    replaced = {  # random numbers come from the CPU
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "get_rng_state_all": lambda: [torch.get_rng_state()] * gpus,
@@ -202,16 +202,16 @@ def install(gpus: int) -> None:
         setattr(torch.cuda, name, function)
     setattr(torch.nn.SyncBatchNorm, "forward", sync_batchnorm)  # noqa: B010  of another signature
     ddp = torch.nn.parallel.DistributedDataParallel
-    ddp._passing_sync_batchnorm_handle = always(None)  # type: ignore[method-assign]  # it refuses CPUs
+    ddp._passing_sync_batchnorm_handle = always(None)  # type: ignore[method-assign]  # DDP refuses CPUs
 
     @wrap(torch, "manual_seed")
     def manual_seed(original: Callable, seed: Any) -> Any:
-        GPU_GENERATOR.state = None  # this seeds the CPU and all GPUs alike
+        GPU_GENERATOR.state = None  # one seed for the CPU and all GPUs
         return original(seed)
 
     @wrap(torch.random, "fork_rng")
     def fork_rng(original: Callable, devices: Any = None, enabled: bool = True, **more: Any) -> Any:
-        return original((), enabled)  # the CPU's generator is always among them
+        return original((), enabled)  # fork_rng always includes the CPU's generator
 
     @wrap(torch.nn.Module, "cuda")
     def cuda(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What can be seen of a rank from outside? Watch its collectives, files and printed lines."""
+"""Watch the effects of a rank outside its process: collectives, files and printed lines."""
 
 import builtins
 import io
@@ -44,7 +44,7 @@ POINT_TO_POINT = [
 MOST_CALLS = 1000
 TORCH = os.path.dirname(torch.__file__)
 
-# Several processes write files there by agreement, or the files are no results of the script.
+# Folders whose files several processes share by agreement, or that hold no results.
 IGNORED_FOLDERS = ("/dev/", "/proc/", "/sys/", "/tmp/torch", "/tmp/pymp", "/tmp/tmp")
 IGNORED_PARTS = ("__pycache__", "/.cache/", "torchinductor", "torchelastic", "/.triton/")
 
@@ -79,10 +79,10 @@ def watch_collective(run: RankRun, name: str, printed_name: str = "") -> None:
 
 
 def note_precision(run: RankRun, arguments: list) -> None:
-    """Note how coarse the numbers are that this rank sends.
+    """Record the precision of the numbers that this rank sends.
 
-    Gradients may go in 16 bits, by fp16_compress_hook or p.grad.half(). A single number does not
-    count: it is mostly a loss, to be printed.
+    Gradients may be sent in 16 bits, by fp16_compress_hook or p.grad.half(). A single number does
+    not count, because it is mostly a loss to be printed.
     """
     parts = [part for each in arguments for part in (each if isinstance(each, list) else [each])]
     coarse = [
@@ -96,7 +96,7 @@ def note_precision(run: RankRun, arguments: list) -> None:
 def has_no_backward(run: RankRun, call: Collective, args: tuple) -> bool:
     """Does this call sum a tensor with a gradient, but not the gradient in backward?
 
-    The functions of torch.distributed.nn.functional do both.
+    The functions of torch.distributed.nn.functional sum the gradient, too.
     """
     if call.name != "all_reduce" or call.library or run.record.step_count or not args:
         return False
@@ -109,7 +109,7 @@ def calling_library() -> str:
 
 
 def call_that_may_wait(run: RankRun, name: str, function: Callable, *args: Any, **more: Any) -> Any:
-    """Call a function that may wait for one other rank, and show meanwhile that we are in it."""
+    """Call a function that may wait for another rank, and record meanwhile that it runs."""
     progress = run.record.progress
     inside = progress.collective is not None or progress.waits_in is not None
     if inside or not run.joined or threading.current_thread() is not threading.main_thread():
@@ -124,7 +124,7 @@ def call_that_may_wait(run: RankRun, name: str, function: Callable, *args: Any, 
 
 
 def watch_point_to_point(run: RankRun, name: str) -> None:
-    @wrap_everywhere(dist.distributed_c10d, name)  # where P2POp compares functions
+    @wrap_everywhere(dist.distributed_c10d, name)  # P2POp compares the functions there
     def call(original: Callable, *args: Any, **kwargs: Any) -> Any:
         peer = kwargs.get("src", kwargs.get("dst", args[1] if len(args) > 1 else None))
         direction = "from" if "recv" in name else "to"
@@ -134,7 +134,7 @@ def watch_point_to_point(run: RankRun, name: str) -> None:
 
 
 def watch_waits(run: RankRun) -> None:
-    """Watch waits for the end of a call, and for what another rank puts into a store."""
+    """Watch waits for the end of a call, and for the keys of a store."""
     for owner, name in ((dist.Work, "wait"), (dist.Store, "get"), (dist.Store, "wait")):
 
         @wrap(owner, name)
@@ -144,7 +144,7 @@ def watch_waits(run: RankRun) -> None:
 
 
 def watch_groups(run: RankRun) -> None:
-    c10d = dist.distributed_c10d  # init_device_mesh calls its functions by their names there
+    c10d = dist.distributed_c10d  # init_device_mesh calls functions of this module
 
     @wrap_everywhere(c10d, "init_process_group")
     def begin(original: Callable, *args: Any, **kwargs: Any) -> None:
@@ -163,7 +163,7 @@ def watch_groups(run: RankRun) -> None:
             run.flag(Flag.HAS_GROUPS)
         return original(ranks, *args, **kwargs)
 
-    @wrap(Join, "__init__")  # which DDP.join makes, too
+    @wrap(Join, "__init__")  # DDP.join makes a Join, too
     def join(original: Callable, *args: Any, **kwargs: Any) -> None:
         run.flag(Flag.JOINS)
         original(*args, **kwargs)
@@ -208,7 +208,7 @@ def restore_files(folder: Path) -> None:
 
 
 class WatchedText(io.TextIOWrapper):
-    """A text file that notes what is written to it."""
+    """A text file whose writes are watched."""
 
     note: Callable[[str], None]
 
@@ -225,10 +225,10 @@ class FileWatcher:
 
     def __init__(self, run: RankRun) -> None:
         self.run, self.folder = run, Path(run.settings.folder)
-        self.inside = threading.local()  # the thread that writes the record opens files, too
+        self.inside = threading.local()  # the thread that writes the record also opens files
 
     def watch_text(self, text: io.TextIOWrapper, newline: str | None) -> io.TextIOWrapper:
-        """Return an open text file as one that notes what is written to it."""
+        """Return an open text file as a WatchedText."""
         path, mode = os.path.realpath(os.fsdecode(text.name)), text.mode
         encoding, errors, buffering = text.encoding, text.errors, text.line_buffering
         watched = WatchedText(text.detach(), encoding, errors, newline, buffering)
@@ -245,11 +245,11 @@ class FileWatcher:
     def is_ignored(self, path: str) -> bool:
         if any(part in path for part in IGNORED_PARTS) or path.startswith(str(self.folder)):
             return True
-        # A file in the folder where the script runs is its own, even if that folder is in /tmp.
+        # A file in the current folder belongs to the script, even if the folder is in /tmp.
         return path.startswith(IGNORED_FOLDERS) and not path.startswith(f"{os.getcwd()}/")
 
     def note_change(self, file: Any, mode: str | None = None) -> None:
-        """Copy a file that is about to change. mode: as for open(), or None to rename or remove."""
+        """Copy a file that is about to change. mode: that of open(); None to rename or remove."""
         path = os.path.realpath(os.fsdecode(file))
         if self.is_ignored(path):
             return
@@ -263,7 +263,7 @@ class FileWatcher:
             (self.folder / f"folder.{zlib.crc32(path.encode())}").write_text(path)
 
     def note_opening(self, file: Any, mode: str | None, flags: int) -> None:
-        if not isinstance(file, str | bytes | os.PathLike):  # the number of an open file
+        if not isinstance(file, str | bytes | os.PathLike):  # a file descriptor
             return
         if mode is None and flags & (os.O_WRONLY | os.O_RDWR):
             self.note_change(file, "os.open")
@@ -273,8 +273,8 @@ class FileWatcher:
     def audit(self, event: str, args: tuple) -> None:
         if getattr(self.inside, "audit", False) or self.run.written:
             return
-        self.inside.audit = True  # what is done here opens files, too
-        with suppress(Exception):  # nothing that we note may end the user's call
+        self.inside.audit = True  # this code opens files, too
+        with suppress(Exception):  # an error here must not end the user's call
             if event == "open":
                 self.note_opening(*args)
             elif event == "os.rename":
@@ -299,13 +299,13 @@ def watch_files(run: RankRun) -> FileWatcher:
 
     @wrap(torch, "save")
     def save(original: Callable, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(f, str | os.PathLike):  # written in C++, which no audit hook sees
+        if isinstance(f, str | os.PathLike):  # C++ writes the file, which no audit hook sees
             watcher.note_change(f, "w")
             for tell in run.events.saves:
                 tell(os.path.realpath(f), lambda file: original(obj, file, *args, **kwargs))
         original(obj, f, *args, **kwargs)
 
-    # The file in which ranks find each other stays: the next run would find the old addresses.
+    # Put the file of a file:// rendezvous back, or the next run would find old addresses.
     @wrap(sys.modules["torch.distributed.rendezvous"], "FileStore")
     def meet(original: Callable, path: str, *args: Any) -> Any:
         keep_copy(os.path.realpath(path), watcher.folder)
@@ -323,17 +323,17 @@ def watch_written_text(watcher: FileWatcher) -> None:
             return watcher.watch_text(file, kwargs.get("newline", (*args, *[None] * 6)[5]))
         return file
 
-    io.open = builtins.open  # which pathlib calls
+    io.open = builtins.open  # pathlib calls io.open
 
 
 class PrintWatcher:
-    """What the script prints, logs, or writes to its terminal."""
+    """Records what the script prints, logs, or writes to its terminal."""
 
     def __init__(self, run: RankRun) -> None:
         self.run = run
         self.terminal = (sys.stdout, sys.stderr)
-        self.last_logged: logging.LogRecord | None = None  # several handlers get the same one
-        self.noted_logged = False  # was last_logged written down?
+        self.last_logged: logging.LogRecord | None = None  # several handlers may get one record
+        self.noted_logged = False  # was last_logged recorded?
         self.inside = threading.local()  # print and logging write to the terminal, too
 
     def note(self, text: str, on_terminal: bool, outside: str = "") -> bool:
@@ -369,14 +369,14 @@ class PrintWatcher:
             printed = self.run.record.printed
             if record is not self.last_logged:
                 self.last_logged, self.noted_logged = record, False
-                with suppress(Exception):  # arguments that do not fit: logging will say so
+                with suppress(Exception):  # logging itself reports arguments that do not fit
                     self.noted_logged = self.note(record.getMessage(), on_terminal)
-            elif on_terminal and self.noted_logged:  # the handler before wrote it to a file
+            elif on_terminal and self.noted_logged:  # an earlier handler wrote it to a file
                 printed[-1] = printed[-1]._replace(on_terminal=True)
             return self.call_inside(original, handler, record)
 
     def watch_writes(self) -> None:
-        """Watch what is written to stdout, except progress bars, which begin their line again."""
+        """Watch writes to stdout, except progress bars, which rewrite their line."""
         with suppress(AttributeError):  # not every stream lets its methods be replaced
 
             @wrap(sys.stdout, "write")
@@ -394,7 +394,7 @@ def watch_prints(run: RankRun) -> None:
 
 
 def install(run: RankRun) -> None:
-    for name in filter(partial(hasattr, dist), COLLECTIVES):  # some are of torch 2.14
+    for name in filter(partial(hasattr, dist), COLLECTIVES):  # some exist only from torch 2.14 on
         watch_collective(run, name)
     for name, printed_name in DDP_CALLS.items():
         watch_collective(run, name, printed_name)

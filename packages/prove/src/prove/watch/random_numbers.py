@@ -1,4 +1,4 @@
-"""Which random numbers do random and numpy draw? Replace their functions and generators.
+"""Watch the draws of random and numpy by replacing their functions and generators.
 
 operations.py sees the numbers that torch draws; draws.py records both.
 """
@@ -33,20 +33,20 @@ def install(run: RankRun) -> Draws:
 def run_watched(
     draws: Draws, name: str, draw: Callable, args: tuple, kwargs: dict, is_own: bool = False
 ) -> Any:
-    """Make one call that draws outside of torch; is_own: from a generator of the script's."""
+    """Make one call that draws outside of torch. is_own: the script made the generator."""
     if not draws.active:
         if is_own:
             draws.note_between()
         return draw(*args, **kwargs)
     draws.check_states()
-    with draws.paused():  # shuffle draws by getrandbits
+    with draws.paused():  # shuffle itself calls getrandbits
         value = draw(*args, **kwargs)
     draws.note_states()
     return draws.record_or_replay_value(name, args, value)
 
 
 def watch_resets(draws: Draws) -> None:
-    """Watch calls that set a state, as checkpointing does: they change it, but draw nothing."""
+    """Watch calls that set a generator's state, as checkpointing does, without a draw."""
     places: list[tuple[Any, str]] = [(torch, "set_rng_state"), (torch, "manual_seed")]
     places += [(random, "seed"), (random, "setstate")]
     if numpy_random := random_state.numpy_random():
@@ -73,7 +73,7 @@ def stand_in_for(base: type) -> type:
 
 def watch_random(draws: Draws) -> None:
     class Random(random.Random, metaclass=stand_in_for(random.Random)):  # type: ignore[metaclass]
-        """A generator whose two methods, to which all others come down, are watched."""
+        """A generator with its two basic methods watched, which all others call."""
 
         def random(self) -> float:
             is_own, draw = self is not instance, super().random
@@ -86,7 +86,7 @@ def watch_random(draws: Draws) -> None:
     instance: Any = random._inst
     instance.__class__ = Random
     random.random, random.getrandbits = instance.random, instance.getrandbits
-    random.Random = Random  # type: ignore[misc]  # for generators that the script makes itself
+    random.Random = Random  # type: ignore[misc]  # generators that the script makes
 
 
 def watch_numpy(draws: Draws) -> None:

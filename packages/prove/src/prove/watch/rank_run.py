@@ -1,7 +1,7 @@
-"""Keep what was seen of one rank so far, write it down, and end the run when it is enough.
+"""Keep the record of one rank, write it regularly, and end the run when enough was seen.
 
-observe.install() makes one RankRun in each process of the user's. Every watcher adds to its record;
-a thread writes this again and again, and the process ends as soon as enough has been seen.
+observe.install() makes one RankRun in each process of the user's command, and every watcher adds to
+its record. A thread writes the record again and again.
 """
 
 import inspect
@@ -39,23 +39,23 @@ from prove.rank_record import (
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PACKAGE = os.path.dirname(HERE)
-# Where our code lies that runs beside the script.
+# Folder of prove's own code, which runs beside the script.
 OWN_FOLDERS = (HERE, PACKAGE, os.path.join(PACKAGE, "checks"))
 PATHS = sysconfig.get_paths()
 LIBRARIES = tuple({PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-LOADING_FILES = {  # a rank in one of them loads data or imports; our two files read samples, too
+LOADING_FILES = {  # files in which a rank loads data or imports; two of them are ours
     inspect.getfile(torch.utils.data.DataLoader), "<frozen importlib._bootstrap>",
     os.path.join(HERE, "data.py"), os.path.join(HERE, "batches.py"),
 }  # fmt: skip
 DDP_FILE = inspect.getfile(torch.nn.parallel.DistributedDataParallel)
-STEPS_PER_BATCH = 3  # without a loader, --batches stands for as many steps as in three epochs
-SECONDS_FOR_OTHERS = 20  # that the other ranks get to come to the end of their runs, too
+STEPS_PER_BATCH = 3  # without a loader: limit of steps for each of --batches
+SECONDS_FOR_OTHERS = 20  # time for the other ranks to come to their ends
 
 save_tensors = torch.save  # the user's torch.save is watched
 
 
 def wrap(owner: Any, name: str) -> Callable:
-    """Decorate a function that replaces owner.name, and gets what it replaces as an argument."""
+    """Decorate a function that replaces owner.name and gets the original as an argument."""
     original = getattr(owner, name)
 
     def put_in_place(function: Callable) -> Callable:
@@ -110,26 +110,26 @@ def where(frame: FrameType | None = None, outside: str = "") -> str:
 
 
 class Events:
-    """What a check may hear of: each list holds the functions that are then called."""
+    """The events that a check may hear of: each list holds functions to call."""
 
     def __init__(self) -> None:
-        # A backward begins: its loss.
+        # A backward begins. Argument: its loss.
         self.backwards: list[Callable[[torch.Tensor], None]] = []
-        # The script calls a module: this one, and the number of the DDP model to which it belongs.
+        # The script calls a module. Arguments: the module, and the number of its DDP model.
         self.module_calls: list[Callable[[torch.nn.Module, int | None], None]] = []
-        # DDP has computed its forward: the number of this DDP model.
+        # DDP has computed its forward. Argument: the number of this DDP model.
         self.ddp_forwards: list[Callable[[int], None]] = []
-        # A loader is made: this one, and where. It is read: this one.
+        # A loader is made. Arguments: the loader, and its line. Then, it is read: the loader.
         self.loaders_made: list[Callable[[Any, str], None]] = []
         self.loaders_read: list[Callable[[Any], None]] = []
-        # A file is opened for writing, renamed or removed: its path, and its mode as for open(),
-        # which is None if it is not opened.
+        # A file is opened for writing, renamed or removed. Arguments: its path, and the mode of
+        # open(), or None if it is not opened.
         self.file_changes: list[Callable[[str, str | None], None]] = []
-        # ReduceLROnPlateau is given a metric.
+        # ReduceLROnPlateau gets a metric. Argument: its value.
         self.metrics: list[Callable[[float], None]] = []
-        # A text file is opened, or written to: its path, and the text.
+        # A text file is opened or written to. Arguments: its path, and the text.
         self.texts: list[Callable[[str, str], None]] = []
-        # torch.save: the path, and what writes the same to another file.
+        # torch.save is called. Arguments: the path, and a function that saves to another file.
         self.saves: list[Callable[[str, Callable[[Any], None]], None]] = []
 
 
@@ -140,15 +140,15 @@ class RankRun:
         self.settings = settings
         self.replaying = settings.mode != Mode.OBSERVE
         self.record, self.events = RankRecord(), Events()
-        self.tensors: dict[str, Any] = {"batches": []}  # what a replay needs of this rank
-        self.gradients: dict[int, list] = {}  # by optimizer, at its first step
-        self.exchanges = 0  # calls that reached other ranks
+        self.tensors: dict[str, Any] = {"batches": []}  # tensors that a replay needs
+        self.gradients: dict[int, list] = {}  # at the first step, by optimizer
+        self.exchanges = 0  # number of calls that reached other ranks
         self.joined = self.written = False
         self.in_second_epoch = False
-        self.running_modules: list[torch.nn.Module] = []  # that compute forward, the innermost last
-        self.current_loader_pass: LoaderPass | None = None  # the one that gave the last batch
-        self.models: Any  # a ModelWatcher, which knows the modules of this rank
-        self.at_end: list[Callable[[], None]] = []  # called to complete the record and the tensors
+        self.running_modules: list[torch.nn.Module] = []  # modules in forward, the innermost last
+        self.current_loader_pass: LoaderPass | None = None  # the pass of the last batch
+        self.models: Any  # a ModelWatcher, set by model.py
+        self.at_end: list[Callable[[], None]] = []  # functions that complete the record
         self.writing = threading.Lock()
         self.begin_in_this_process()
 
@@ -177,12 +177,12 @@ class RankRun:
         return not any(loader_pass.with_gradients for loader_pass in self.record.loader_passes)
 
     def running_batchnorm(self) -> str:
-        """The class of the BatchNorm layer that this rank computes now, or nothing."""
+        """Return the class of the BatchNorm layer in forward now, or an empty text."""
         layers = [type(m).__name__ for m in self.running_modules[-1:] if isinstance(m, _BatchNorm)]
         return "".join(layers)
 
     def most_steps(self) -> int:
-        """How many steps a script may make that has no loader which could be cut."""
+        """Return the limit of steps for a script without a loader that could be cut."""
         stepping = sum(bool(optimizer.steps) for optimizer in self.record.optimizers)
         return STEPS_PER_BATCH * self.settings.batches * max(1, stepping)
 
@@ -203,16 +203,17 @@ class RankRun:
         record.write(record_file(self.settings.folder, self.settings.name, record.rank))
 
     def write_until_end(self) -> None:
-        """Write the record again and again: a rank that is killed leaves nothing else."""
+        """Write the record again and again, because a killed rank leaves nothing else."""
         while not self.written:
             self.record.progress.beats += 1
-            with self.writing, suppress(RuntimeError, OSError):  # it changed; the folder is gone
+            # The record may change meanwhile, or its folder may be gone.
+            with self.writing, suppress(RuntimeError, OSError):
                 if not self.written:
                     self.write_record(Ended.NOT_YET)
             time.sleep(SECONDS_PER_BEAT)
 
     def write(self, ended: Ended) -> None:
-        """Write all that is known. A run that we ended ourselves is not written again."""
+        """Write the whole record and the tensors for a replay, once, when the run ends."""
         trained_alone = self.replaying and self.record.step_count > 0
         is_another_process = os.getpid() != self.record.pid
         if self.written or is_another_process or not (self.joined or trained_alone):
@@ -227,7 +228,7 @@ class RankRun:
         save_tensors(self.tensors, tensors_file(*place))
 
     def end_early(self) -> None:
-        """Enough was seen. Wait until all ranks are here: who leaves early breaks the others."""
+        """End this rank, as soon as all ranks are here: leaving early would break the others."""
         self.write(Ended.WHEN_SEEN)
         settings, world_size = self.settings, self.record.world_size
         files = [tensors_file(settings.folder, settings.name, rank) for rank in range(world_size)]
@@ -243,7 +244,7 @@ class RankRun:
             for loader_pass in self.record.loader_passes
         )
         if cut and "StopIteration" in f"{type(error).__name__} {error}":
-            self.end_early()  # the script asked for more batches than we give
+            self.end_early()  # the script asked for more batches than it gets
         frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_file(f.filename)]
         at = f"{os.path.relpath(frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
         self.record.error = RaisedError(type(error).__name__, str(error)[:500], at, time.time())

@@ -1,7 +1,7 @@
-"""How long is the schedule of the learning rate, and which numbers decide about it?
+"""Watch learning-rate schedules: how long are they, and which metrics decide about the rate?
 
-A schedule that is stepped with each batch ends after some number of batches. A copy is stepped
-ahead, when the run is over, until its rate no longer changes.
+A schedule that is stepped with each batch ends after some number of batches. To find it, a copy is
+stepped ahead after the run, until its rate no longer changes.
 """
 
 import copy
@@ -16,19 +16,19 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from prove.rank_record import ScheduleRecord
 from prove.watch.rank_run import RankRun, where, wrap
 
-MOST_AHEAD = 50_000  # steps that a copy is stepped ahead
-MOST_SECONDS = 0.5  # that these steps may take
-REPEATED = ("CosineAnnealingWarmRestarts", "CyclicLR")  # these never end
-NO_CHANGE = 1e-12  # a change by less than this part of the highest rate is none
+MOST_AHEAD = 50_000  # limit of steps for a copy
+MOST_SECONDS = 0.5  # time limit of these steps
+REPEATED = ("CosineAnnealingWarmRestarts", "CyclicLR")  # schedules that never end
+NO_CHANGE = 1e-12  # relative to the highest rate; a smaller change is rounding
 
 
 class WatchedSchedule:
-    """A scheduler that the script steps, and the rates that it gave."""
+    """A scheduler that the script steps, and the rates that it set."""
 
     def __init__(self, scheduler: Any, record: ScheduleRecord) -> None:
         self.scheduler, self.record = scheduler, record
-        self.rates = [rate_of(scheduler)]  # before its first step, and after each
-        self.batches: dict[int, set[int]] = {}  # by pass: the batches after which it stepped
+        self.rates = [rate_of(scheduler)]  # rate before the first step, and after each
+        self.batches: dict[int, set[int]] = {}  # for each pass, the batches after which it stepped
 
     def note_step(self, run: RankRun) -> None:
         self.rates.append(rate_of(self.scheduler))
@@ -52,11 +52,11 @@ class ScheduleWatcher:
     def __init__(self, run: RankRun) -> None:
         self.run = run
         self.watched: list[WatchedSchedule] = []
-        self.depth = 0  # of nested calls of step()
+        self.depth = 0  # depth of nested calls of step()
 
     def step(self, original: Callable, scheduler: Any, args: tuple, kwargs: dict) -> Any:
         run = self.run
-        if self.depth or run.current_loader_pass is None:  # another one steps it, or makes it
+        if self.depth or run.current_loader_pass is None:  # another scheduler steps or makes it
             return original(scheduler, *args, **kwargs)
         at = where()
         if isinstance(scheduler, ReduceLROnPlateau):
@@ -83,7 +83,7 @@ class ScheduleWatcher:
         return self.watched[-1]
 
     def finish(self) -> None:
-        self.depth += 1  # so that the steps of our copies do not count
+        self.depth += 1  # steps of our copies must not count
         for watched in self.watched:
             watched.finish()
 
@@ -107,7 +107,7 @@ def twin_of(optimizer: Optimizer) -> Optimizer:
 
 
 def functions_in(scheduler: Any) -> Iterator[Any]:
-    """Yield what a scheduler calls, which may be methods of objects that nobody should copy."""
+    """Yield the functions of a scheduler; as bound methods, their objects must not be copied."""
     for value in vars(scheduler).values():
         for item in value if isinstance(value, list | tuple) else [value]:
             if isinstance(item, LRScheduler):
@@ -117,9 +117,9 @@ def functions_in(scheduler: Any) -> Iterator[Any]:
 
 
 def rates_ahead(scheduler: Any) -> tuple[list[float], bool]:
-    """List the rates that a scheduler would give next, and say whether it came to its end.
+    """List the rates that a scheduler would set next, and say whether it came to its end.
 
-    Otherwise the time was over, or the number of steps.
+    If it did not, the limit of time or steps was reached first.
     """
     rates: list[float] = []
     end = time.monotonic() + MOST_SECONDS
@@ -133,13 +133,13 @@ def rates_ahead(scheduler: Any) -> tuple[list[float], bool]:
             while len(rates) < MOST_AHEAD and time.monotonic() < end:
                 twin.step()
                 rates.append(rate_of(twin))
-    except Exception:  # OneCycleLR after its last step; or whatever a schedule of the script's does
+    except Exception:  # OneCycleLR after its last step, or any error of the script's schedule
         return rates, True
     return rates, False
 
 
 def length_of(curve: list[float], is_its_end: bool = False) -> int | None:
-    """Find after how many steps the rate has come down, or up to stay; None if it never ends."""
+    """Find after how many steps the rate stays constant; None if it never does."""
     highest = max(curve)
     still = NO_CHANGE * highest
     top = next(n for n, rate in enumerate(curve) if rate > highest * (1 - 1e-6))
@@ -172,7 +172,7 @@ def install(run: RankRun) -> None:
 
     watch_steps_of_all(LRScheduler)
 
-    def watch_new_class(kind: type, **more: Any) -> None:  # of the script's own
+    def watch_new_class(kind: type, **more: Any) -> None:  # a class of the script
         watch_steps(kind)
 
     LRScheduler.__init_subclass__ = classmethod(watch_new_class)  # type: ignore[assignment]

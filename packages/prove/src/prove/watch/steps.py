@@ -1,4 +1,4 @@
-"""Which steps does a rank make, by an optimizer or by hand? Watch gradients and weights."""
+"""Watch the steps of a rank, by an optimizer or by hand: gradients and weights."""
 
 import weakref
 from collections.abc import Callable
@@ -27,13 +27,13 @@ from prove.watch.model_tensors import (
 from prove.watch.operations import OptimizerByHand
 from prove.watch.rank_run import RankRun, where, wrap
 
-MOST_STEPS = 24  # that are written down for each optimizer
+MOST_STEPS = 24  # limit of recorded steps per optimizer
 
 
 class FunctionalParameters:
     """Stands in for the optimizer of a script that steps tensors in a dict.
 
-    It gives this dict to torch.func.functional_call in place of the parameters of a module.
+    Such a script passes the dict to torch.func.functional_call as the parameters of a module.
     """
 
     def __init__(self, named: dict[str, Tensor], batch: tuple[int, int]) -> None:
@@ -43,10 +43,10 @@ class FunctionalParameters:
 
 @dataclass
 class LocalGradient:
-    """What backward gave one parameter on this rank, before anybody averaged it."""
+    """The gradient of one parameter on this rank, before any averaging."""
 
-    total: float = 0.0  # the sum of projections since p.grad was zero or None
-    arrivals: int = 0  # how often backward gave one since the last step
+    total: float = 0.0  # sum of projections since p.grad was zero or None
+    arrivals: int = 0  # number of gradients from backward since the last step
     was_zero: bool = False  # was p.grad zero or None at one of these arrivals?
     has_imaginary: bool = False
 
@@ -59,21 +59,21 @@ class LocalGradient:
 
 
 class StepWatcher:
-    """Watches the optimizers of this rank, in the order of their making, and writes their steps."""
+    """Watches the optimizers of this rank, the oldest first, and records their steps."""
 
     def __init__(self, run: RankRun, draws: Draws, feeder: Feeder | None) -> None:
-        self.run, self.draws, self.feeder = run, draws, feeder  # it feeds a replay only
-        self.optimizers: list[Any] = []  # of torch, and the one that stands in for steps by hand
+        self.run, self.draws, self.feeder = run, draws, feeder  # the feeder exists only in a replay
+        self.optimizers: list[Any] = []  # torch optimizers, and stand-ins for steps by hand
         self.by_hand = OptimizerByHand()
-        self.weights_by_hand: list[Tensor] = []  # before the first of these steps
+        self.weights_by_hand: list[Tensor] = []  # weights before the first step by hand
         self.local: dict[int, LocalGradient] = {}  # by the id of a parameter
-        self.parameters: dict[int, Tensor] = {}  # those whose gradients are watched, by their ids
-        self.had_gradient: set[int] = set()  # the ids of those that ever got one
+        self.parameters: dict[int, Tensor] = {}  # parameters with watched gradients, by id
+        self.had_gradient: set[int] = set()  # ids of parameters that ever got a gradient
         self.schedule_settings: dict[int, list[list[dict]]] = {}  # by optimizer, before each step
-        self.depth = 0  # of nested calls of step()
-        self.exchanges_before = 0  # calls that had reached other ranks before this step
-        self.ends_inside_step = False  # the run does: what the script does after it is not seen
-        self.without_gradient: set[int] = set()  # ids of parameters that got none in the last step
+        self.depth = 0  # depth of nested calls of step()
+        self.exchanges_before = 0  # number of calls to other ranks before this step
+        self.ends_inside_step = False  # True: the run stops in step(), so nothing later is seen
+        self.without_gradient: set[int] = set()  # ids without a gradient in the last step
         self.in_step_by_hand = False
         self.weights_at_batch: list[Projection] = []
         self.steps_at_batch = 0
@@ -84,13 +84,13 @@ class StepWatcher:
         return [optimizer for optimizer in self.optimizers if isinstance(optimizer, Optimizer)]
 
     def held_parameters(self) -> set[int]:
-        """The ids of the parameters that an optimizer holds."""
+        """Return the ids of the parameters that an optimizer holds."""
         return {id(p) for optimizer in self.optimizers for p in parameters_of(optimizer)}
 
     def watch_gradient(self, p: Tensor) -> None:
         if id(p) in self.parameters or not p.requires_grad or not p.is_leaf:
             return
-        if hasattr(p, "full_tensor"):  # no hook sees its gradient arrive
+        if hasattr(p, "full_tensor"):  # no hook fires for the gradient of a divided tensor
             return
         self.parameters[id(p)], self.local[id(p)] = p, LocalGradient()
 
@@ -102,7 +102,7 @@ class StepWatcher:
         p.register_hook(arrived)
 
     def begin_batch(self, batch: tuple[int, int], sizes: list[int], sources: list[dict]) -> None:
-        """Count what is drawn and changed from here on as of this batch, until its end."""
+        """Assign draws and changes from here on to this batch, until its end."""
         self.note_weights_at_batch()
         self.draws.begin_batch(batch, sizes, sources)
 
@@ -112,7 +112,7 @@ class StepWatcher:
         self.end_step_by_hand()
 
     def begin_forward(self) -> None:
-        """Let a forward stand for a batch, where there is no loader."""
+        """Let a forward stand for a batch, if there is no loader."""
         if self.run.has_no_loader():
             self.end_step_by_hand()
             self.note_weights_at_batch()
@@ -154,7 +154,7 @@ class StepWatcher:
             self.weights_at_batch = [project(p) for p in parameters_of(self.by_hand)]
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Write down the gradients: with a closure, when it was called for the first time."""
+        """Record the gradients; with a closure, after its first call."""
         self.depth += 1
         if self.depth > 1 or optimizer not in self.optimizers:
             return None
@@ -226,7 +226,7 @@ class StepWatcher:
         with self.draws.paused():
             self.write_weights(optimizer)
         run.note_event()
-        # The script may only copy what an optimizer has made of master weights.
+        # The script may only copy master weights, which an optimizer has stepped.
         copies = optimizer is self.by_hand and run.record.step_count > self.steps_at_batch
         if not copies:
             run.record.step_count += 1
@@ -244,9 +244,9 @@ class StepWatcher:
             run.end_early()
 
     def write_weights(self, optimizer: Any) -> None:
-        """Write down what the step has made of the weights.
+        """Record the weights after the step.
 
-        A replay goes back to the script's own learning rates.
+        In a replay, set the script's own learning rates again.
         """
         number = self.optimizers.index(optimizer)
         own_record = self.run.record.optimizers[number]
@@ -266,10 +266,10 @@ class StepWatcher:
             self.keep_changes(number, own_record)
 
     def note_functional_call(self, module: nn.Module, named: dict[str, Tensor]) -> None:
-        """Write a step if a batch's first call has other weights than that of the batch before."""
+        """Record a step if the weights of a batch's first call differ from the last batch's."""
         loader_pass = self.run.current_loader_pass
         if loader_pass is None or any(tensor.grad_fn is not None for tensor in named.values()):
-            return  # made of other weights within this step: an inner loop
+            return  # other weights within one batch: an inner loop
         batch = loader_pass.number, loader_pass.batches_given
         before, now = self.functional.get(module), FunctionalParameters(named, batch)
         if before is None:
@@ -309,7 +309,7 @@ class StepWatcher:
     def keep_changes(self, number: int, own_record: OptimizerRecord) -> None:
         """Let the change of the weights stand for gradients that were never in p.grad.
 
-        Those of autograd.grad never are.
+        Gradients of autograd.grad are an example.
         """
         after = full_copies(parameters_of(self.by_hand))
         pairs = zip(after, self.weights_by_hand, strict=True)
@@ -317,7 +317,7 @@ class StepWatcher:
         own_record.compares_changes = True
 
     def note_rates(self) -> None:
-        """Write down the learning rates that this rank has at the end of an epoch."""
+        """Record the learning rates of this rank at the end of an epoch."""
         rates = [rate for optimizer in self.optimizers_of_torch() for rate in rates_of(optimizer)]
         self.run.record.rates_after_epochs.append(rates)
 
@@ -327,9 +327,9 @@ def has_imaginary(tensor: Tensor) -> bool:
 
 
 def moments_of(optimizer: Any, p: Tensor) -> dict[str, Projection]:
-    """Project what the optimizer keeps for a parameter.
+    """Project the optimizer's state of a parameter.
 
-    The first moment is linear in the gradient that step() used, so it shows a factor in that.
+    The first moment is linear in the gradient that step() used, so it shows a factor in it.
     """
     kept = getattr(optimizer, "state", {}).get(p, {})
     pairs = kept.items() if isinstance(kept, dict) else ()
