@@ -36,15 +36,15 @@ class Controls:
         self,
         runs: Runs,
         command: list[str],
-        replayed: Replay,
+        replay: Replay,
         compared: list[Comparison],
         rows: list[ReportRow],
     ) -> None:
         """Begin with the usual replay; rows: what is known without it."""
         self.runs, self.command, self.rows = runs, command, rows
-        self.replayed, self.compared = replayed, compared  # the usual replay, or a later one
+        self.replay, self.compared = replay, compared  # the usual replay, or a later one
         self.variant = ReplayVariant.USUAL  # which says what this replay was given
-        self.batch_decisions = replayed.batch_decisions
+        self.batch_decisions = replay.batch_decisions
         self.at = compared[0].facts.get("at", "?")
 
     def result(self) -> list[Comparison]:
@@ -72,10 +72,10 @@ class Controls:
         return self.no_verdict(ReplayReason.FORCED_DRAWS_FAIL, draws=draws, places=places)
 
     def use_replay(
-        self, variant: ReplayVariant, replayed: Replay, compared: list[Comparison]
+        self, variant: ReplayVariant, replay: Replay, compared: list[Comparison]
     ) -> list[Comparison] | None:
         """Let this replay count from now on; None if it differs, too."""
-        self.variant, self.replayed, self.compared = variant, replayed, compared
+        self.variant, self.replay, self.compared = variant, replay, compared
         return compared if worst(compared) != Outcome.DIFFERENT else None
 
     def with_decisions_of_rank_0(self) -> list[Comparison] | None:
@@ -89,13 +89,13 @@ class Controls:
 
     def with_batchnorm_in_blocks(self) -> list[Comparison] | None:
         """Try the other order of rows, where BatchNorm gets several of each sample."""
-        if Flag.BATCHNORM_ROWS_GUESSED not in self.replayed.replayed.flags:
+        if Flag.BATCHNORM_ROWS_GUESSED not in self.replay.one_rank_record.flags:
             return None
         blocks = self.runs.replay(Mode.REPLAY, self.command, ReplayVariant.BLOCKS)
         compared = comparisons(blocks)
         if worst(compared) != Outcome.EQUAL:
             return self.no_verdict(ReplayReason.BATCHNORM_ROWS_GUESSED)
-        self.replayed = blocks
+        self.replay = blocks
         return compared
 
     def explained_by_other_rows(self) -> list[Comparison] | None:
@@ -112,7 +112,7 @@ class Controls:
             for each in self.compared
             if each.outcome == Outcome.DIFFERENT
         ]
-        why = replay_checks.missing_before_a_later_epoch(self.replayed)
+        why = replay_checks.missing_before_a_later_epoch(self.replay)
         if not all(epochs) or not why:
             return None
         return self.no_verdict(ReplayReason.LATER_EPOCH, number=min(epochs) + 1, why=why)
@@ -122,12 +122,12 @@ class Controls:
 
         Where the ranks draw for other shares of their samples, such a run would not show it.
         """
-        unsure = replay_checks.unsure_draws(self.replayed)
+        unsure = replay_checks.unsure_draws(self.replay)
         if unsure is None:
             return None
         found = None
-        other_shares = self.replayed.places_of_draws(Finding.OTHER_SHARES)
-        if self.replayed.observed.dropout and not other_shares:
+        other_shares = self.replay.places_of_draws(Finding.OTHER_SHARES)
+        if self.replay.rank_0_record.dropout and not other_shares:
             found = self.with_draws(ReplayVariant.NO_DROPOUT, self.batch_decisions)
         if found is None or replay_checks.unsure_draws(found[0]):
             return [unsure]
@@ -135,18 +135,18 @@ class Controls:
 
     def without_loader(self) -> list[Comparison] | None:
         """Give no verdict where a loop without a loader could not be given its data."""
-        observed = self.replayed.observed
-        has_batches = any(each.step_count for each in observed.loader_passes)
+        rank_0_record = self.replay.rank_0_record
+        has_batches = any(each.step_count for each in rank_0_record.loader_passes)
         if has_batches:
             return None
-        if obstacle := replay_checks.data_not_given(self.replayed, self.compared):
+        if obstacle := replay_checks.data_not_given(self.replay, self.compared):
             return [obstacle]
-        self.compared = [replay_checks.by_statistics(self.replayed, each) for each in self.compared]
+        self.compared = [replay_checks.by_statistics(self.replay, each) for each in self.compared]
         return None
 
     def with_one_draw(self) -> list[Comparison] | None:
         """Try one draw for all samples of a batch, so that their order cannot matter."""
-        if not (rows := self.replayed.rows):
+        if not (rows := self.replay.rows):
             return None
         found = self.with_draws(ReplayVariant.ONE_DRAW, self.batch_decisions | rows)
         if found is None:
@@ -164,7 +164,7 @@ class Controls:
 
         Only the right order makes all gradients equal.
         """
-        if not self.replayed.places_of_draws(Finding.SEVERAL):
+        if not self.replay.places_of_draws(Finding.SEVERAL):
             return None
         blocks = self.runs.replay(Mode.REPLAY, self.command, ReplayVariant.BLOCKS)
         if replay_checks.why_not_replayed(blocks):
@@ -172,7 +172,7 @@ class Controls:
         compared = comparisons(blocks)
         if worst(compared) != Outcome.EQUAL:
             return None
-        self.replayed = blocks
+        self.replay = blocks
         return compared
 
     def with_draws(
@@ -180,16 +180,16 @@ class Controls:
     ) -> tuple[Replay, list[Comparison]] | None:
         """Run all ranks and one rank with these draws; None if that fails."""
         torch.save(draws, forced_file(self.runs.settings.folder, variant))
-        replayed = self.runs.replay_of_control(self.command, variant)
-        if replayed is None or replay_checks.why_not_replayed(replayed):
+        replay = self.runs.replay_of_control(self.command, variant)
+        if replay is None or replay_checks.why_not_replayed(replay):
             return None
-        return replayed, comparisons(replayed)
+        return replay, comparisons(replay)
 
     def run_control(self) -> list[Comparison] | None:
         """Run the same ranks, fed their own records; None if they reproduce themselves."""
         outcome = self.runs.run_all_ranks(ReplayVariant.USUAL)
-        observed = self.runs.observed.records
-        reproduced = replay_checks.reproduction(observed, outcome.records)
+        observed_records = self.runs.observed_outcome.records
+        reproduced = replay_checks.reproduction(observed_records, outcome.records)
         if reproduced is None:
             message = "they hang" if outcome.hang else error_of(outcome)
             return self.no_verdict(ReplayReason.CONTROL_FAILS, message=message)
@@ -204,7 +204,7 @@ class Controls:
         if comparison.reason != ReplayReason.ONE_NTH:
             return comparison
         sequence = self.runs.replay(Mode.SEQUENCE, self.command)
-        if not replay_checks.is_sum_over_local_batch(self.replayed, sequence):
+        if not replay_checks.is_sum_over_local_batch(self.replay, sequence):
             return comparison
         return Comparison(Outcome.MEANT_SO, ReplayReason.SUM_OVER_LOCAL_BATCH, comparison.facts)
 

@@ -52,11 +52,11 @@ class Prover:
         self.runs, self.args, self.rows = runs, runs.args, rows
 
     @property
-    def observed(self) -> RunOutcome:
-        return self.runs.observed
+    def observed_outcome(self) -> RunOutcome:
+        return self.runs.observed_outcome
 
     def check_that_something_was_seen(self) -> None:
-        outcome, records = self.observed, self.observed.records
+        outcome, records = self.observed_outcome, self.observed_outcome.records
         if outcome.silent:
             doing = what_ranks_do(outcome)
             raise NotJudgedError(
@@ -84,19 +84,23 @@ class Prover:
     def judge(self) -> None:
         self.runs.observe()
         self.check_that_something_was_seen()
-        observed, records, rows = self.observed, self.observed.records, self.rows
-        seen = Seen(observed)
+        observed_outcome, records, rows = (
+            self.observed_outcome,
+            self.observed_outcome.records,
+            self.rows,
+        )
+        seen = Seen(observed_outcome)
         rows += rows_of_phase(Phase.ANY_RUN, seen)
         if any(record.world_size > len(records) for record in records):
             facts = {"present": len(records), "world_size": records[0].world_size}
             rows.append(not_seen(ProofRow.RANKS, ReplayReason.RECORDS_MISSING, **facts))
             return
         rows += rows_of_phase(Phase.ALL_RECORDS, seen)
-        if observed.hang:
+        if observed_outcome.hang:
             rows.append(not_seen(ProofRow.ONE_RANK, ReplayReason.RUN_HANGS))
             return
         if not all(record.ended.is_well for record in records):
-            message = error_of(observed)
+            message = error_of(observed_outcome)
             rows.append(not_seen(ProofRow.ONE_RANK, ReplayReason.RUN_FAILS, message=message))
             return
         if not any(record.step_count for record in records):
@@ -105,7 +109,9 @@ class Prover:
             places = list(dict.fromkeys(each.at for each in records[0].loader_passes))
             rows.append(not_seen(ProofRow.ONE_RANK, why, batches=batches, places=places))
             return
-        seen.outcome = self.runs.observed = replace(observed, records=steps_of_all_ranks(records))
+        seen.outcome = self.runs.observed_outcome = replace(
+            observed_outcome, records=steps_of_all_ranks(records)
+        )
         rows += rows_of_phase(Phase.STEPS, seen)
         if trains_one_model(seen):
             rows += rows_of_phase(Phase.ONE_MODEL, seen)
@@ -118,26 +124,26 @@ class Prover:
     def original_rows(self, rows: list[ReportRow]) -> list[ReportRow]:
         if not self.args.original:
             return []
-        replayed = self.runs.replay(Mode.ORIGINAL, shlex.split(self.args.original))
-        if obstacle := replay_checks.why_not_replayed(replayed):
+        replay = self.runs.replay(Mode.ORIGINAL, shlex.split(self.args.original))
+        if obstacle := replay_checks.why_not_replayed(replay):
             return [obstacle.row(ProofRow.ORIGINAL)]
-        compared = comparisons(replayed)
+        compared = comparisons(replay)
         if worst(compared) == Outcome.DIFFERENT:
-            unsure = replay_checks.unsure_draws(replayed)
-            unsure = unsure or replay_checks.draws_not_given(replayed, rows)
-            if not any(each.step_count for each in replayed.observed.loader_passes):
+            unsure = replay_checks.unsure_draws(replay)
+            unsure = unsure or replay_checks.draws_not_given(replay, rows)
+            if not any(each.step_count for each in replay.rank_0_record.loader_passes):
                 no_data = not_compared(ReplayReason.ORIGINAL_GETS_NO_DATA, apart=farthest(compared))
                 unsure = unsure or no_data
             compared = [unsure] if unsure else compared
-        elif unsure := replay_checks.data_not_given(replayed, compared):
+        elif unsure := replay_checks.data_not_given(replay, compared):
             compared = [unsure]
-        records, original = self.observed.records, replayed.replayed
+        records, original = self.observed_outcome.records, replay.one_rank_record
         result = [each.row(ProofRow.ORIGINAL) for each in compared]
         return result + original_epoch_rows(records, original)
 
     def why_no_replay(self, command: list[str] | None) -> Comparison | None:
         """Say why one rank cannot compute from the batches of all; None if it can."""
-        records = self.observed.records
+        records = self.observed_outcome.records
         if len(records) == 1:
             return not_compared(ReplayReason.ONLY_ONE_RANK)
         if command is None:
@@ -157,31 +163,31 @@ class Prover:
         obstacle = self.why_no_replay(command)
         if command is None or obstacle:
             return [obstacle.row(ProofRow.ONE_RANK)] if obstacle else []
-        replayed = self.runs.best_replay(command)
-        if obstacle := replay_checks.why_not_replayed(replayed):
+        replay = self.runs.best_replay(command)
+        if obstacle := replay_checks.why_not_replayed(replay):
             return [obstacle.row(ProofRow.ONE_RANK)]
-        compared = comparisons(replayed)
-        controls = Controls(self.runs, command, replayed, compared, rows)
+        compared = comparisons(replay)
+        controls = Controls(self.runs, command, replay, compared, rows)
         if worst(compared) == Outcome.DIFFERENT:
             compared = controls.result()
-        elif unsure := replay_checks.data_not_given(replayed, compared):
+        elif unsure := replay_checks.data_not_given(replay, compared):
             compared = [unsure]
         result = [each.row(ProofRow.ONE_RANK) for each in compared]
-        result += replay_checks.draw_rows(replayed)
+        result += replay_checks.draw_rows(replay)
         if all(each.outcome == Outcome.EQUAL for each in compared):
-            result += self.number_rows(controls.replayed, controls.variant)
-        result += schedule.schedule_rows(replayed)
-        values = replay_checks.smallest_batchnorm(replayed.observed)
+            result += self.number_rows(controls.replay, controls.variant)
+        result += schedule.schedule_rows(replay)
+        values = replay_checks.smallest_batchnorm(replay.rank_0_record)
         is_small = 0 < values < replay_checks.SMALL_BATCH
         whole_batch_replay = self.runs.replay(Mode.WHOLE, command) if is_small else None
-        return result + replay_checks.batchnorm_rows(replayed, whole_batch_replay)
+        return result + replay_checks.batchnorm_rows(replay, whole_batch_replay)
 
-    def number_rows(self, replayed: Replay, variant: ReplayVariant) -> list[ReportRow]:
+    def number_rows(self, replay: Replay, variant: ReplayVariant) -> list[ReportRow]:
         """What is printed; the control tells results from times."""
-        if not printed_numbers.need_control(replayed):
-            return printed_numbers.printed_rows(replayed)
+        if not printed_numbers.need_control(replay):
+            return printed_numbers.printed_rows(replay)
         control = self.runs.run_all_ranks(variant)
-        return printed_numbers.printed_rows(replayed, control.records)
+        return printed_numbers.printed_rows(replay, control.records)
 
 
 def trains_one_model(seen: Seen) -> bool:

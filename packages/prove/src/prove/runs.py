@@ -74,7 +74,7 @@ class Runs:
         self.settings = Settings(
             folder, Mode.OBSERVE, not args.float32, args.cpu, args.batches, world_size, world_size
         )
-        self.observed: RunOutcome
+        self.observed_outcome: RunOutcome
 
     def run(
         self, settings: Settings, command: list[str], most_seconds: float = float("inf")
@@ -114,12 +114,14 @@ class Runs:
         settings = replace(self.settings_of(mode, variant), gpus=gpus)
         outcome = self.run(settings, command)
         names = (Mode.CONTROL + variant if control else Mode.OBSERVE, settings.name)
-        return Replay(control or self.observed, outcome, settings.folder, names, self.precision)
+        return Replay(
+            control or self.observed_outcome, outcome, settings.folder, names, self.precision
+        )
 
     def replay_of_control(self, command: list[str], variant: ReplayVariant) -> Replay | None:
         """Run all ranks, then one rank, with the draws of this variant; None if that fails."""
         control = self.run_all_ranks(variant)
-        if len(control.records) < len(self.observed.records) or control.status:
+        if len(control.records) < len(self.observed_outcome.records) or control.status:
             return None
         return self.replay(Mode.REPLAY, command, variant, control=control)
 
@@ -137,7 +139,7 @@ class Runs:
                     if settings.watches_operations
                     else "watched from outside only"
                 )
-                self.report(f"it ends with {error_of(self.observed)}: again, {kind}")
+                self.report(f"it ends with {error_of(self.observed_outcome)}: again, {kind}")
             outcome = self.observe_once(settings)
             if not failed(outcome):
                 break
@@ -152,19 +154,21 @@ class Runs:
             raise NotObservedError(error_of(outcome))
         outcome = self.observe_last_window(outcome)
         self.observe_shortest_epoch(outcome.records)
-        self.observed = replace(outcome, records=loader_passes.with_samples(outcome.records))
+        self.observed_outcome = replace(
+            outcome, records=loader_passes.with_samples(outcome.records)
+        )
         self.settings = replace(
             self.settings,
             world_size=len(outcome.records) or self.settings.world_size,
             shares_out_cores=outcome.seconds > SECONDS_OF_SMALL_STEPS,
-            rows_are_split=loader_passes.rows_are_split(self.observed.records),
+            rows_are_split=loader_passes.rows_are_split(self.observed_outcome.records),
         )
 
     def observe_once(self, settings: Settings) -> RunOutcome:
         for file in Path(settings.folder).glob(f"{Mode.OBSERVE}.*"):
             file.unlink()
-        self.settings, self.observed = settings, self.run(settings, self.args.command)
-        return self.observed
+        self.settings, self.observed_outcome = settings, self.run(settings, self.args.command)
+        return self.observed_outcome
 
     def observe_last_window(self, outcome: RunOutcome) -> RunOutcome:
         """Observe longer where several batches make one step, until an epoch ends as it should."""
@@ -197,13 +201,13 @@ class Runs:
 
     def best_replay(self, command: list[str]) -> Replay:
         """Make the replay that gives one rank its batches in the order the script takes them."""
-        replayed = self.replay(Mode.REPLAY, command)
-        if self.args.cpu and not replayed.wrote_record:  # some scripts refuse to run on one GPU
-            gpus = len(self.observed.records)
-            replayed = self.replay(Mode.REPLAY, command, gpus=gpus)
-        if replayed.takes_more_batches():
-            replayed = self.replay(Mode.SEQUENCE, command)
-        return replayed
+        replay = self.replay(Mode.REPLAY, command)
+        if self.args.cpu and not replay.wrote_record:  # some scripts refuse to run on one GPU
+            gpus = len(self.observed_outcome.records)
+            replay = self.replay(Mode.REPLAY, command, gpus=gpus)
+        if replay.takes_more_batches():
+            replay = self.replay(Mode.SEQUENCE, command)
+        return replay
 
 
 def failed(outcome: RunOutcome) -> bool:

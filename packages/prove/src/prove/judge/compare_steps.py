@@ -82,7 +82,7 @@ class Comparer:
 
     def __init__(self, replay: Replay, number: int) -> None:
         self.replay, self.number = replay, number
-        self.optimizer: OptimizerRecord = replay.observed.optimizers[number]
+        self.optimizer: OptimizerRecord = replay.rank_0_record.optimizers[number]
         self.gradients = replay.gradients(number)
         self.steps = self.comparable_steps()
 
@@ -94,11 +94,11 @@ class Comparer:
     def limit(self) -> float:
         """How far rounding alone can bring two equal gradients apart, in units of their length."""
         spacing = max(map(precision, self.dtypes), default=0.0)  # of numbers near 1
-        sent = 2 * self.replay.observed.exchange_precision
+        sent = 2 * self.replay.rank_0_record.exchange_precision
         if spacing > 1e-6:  # in 16 bits
             return 5e-2
         if spacing > 1e-15:  # in 32 bits
-            uses_autocast = Flag.USES_AUTOCAST in self.replay.observed.flags
+            uses_autocast = Flag.USES_AUTOCAST in self.replay.rank_0_record.flags
             return max(sent, 3e-2 if uses_autocast else 3e-3)
         return max(sent, FLOAT64_LIMIT)
 
@@ -223,7 +223,7 @@ class Comparer:
 
     def states_after_last_step(self) -> list[tuple[list[Projection], ...]]:
         """What the script has made of the weights then, if no other optimizer steps."""
-        runs, count = (self.replay.observed, self.replay.replayed), len(self.steps)
+        runs, count = (self.replay.rank_0_record, self.replay.one_rank_record), len(self.steps)
         keys = self.optimizer.keys
         stepping = [optimizer for optimizer in runs[0].optimizers if optimizer.steps]
         known = all({*keys} <= run.weights.get(count, {}).keys() for run in runs)
@@ -255,7 +255,7 @@ class Comparer:
 
     def why_not_compared(self) -> Comparison | None:
         """Why the two runs cannot be compared."""
-        replay, other_shapes = self.replay, self.replay.replayed.other_shapes
+        replay, other_shapes = self.replay, self.replay.one_rank_record.other_shapes
         names = self.optimizer.names
         if self.number in other_shapes or any(
             pair.shapes[0] != pair.shapes[1] for pair in self.gradients
@@ -266,11 +266,11 @@ class Comparer:
                     ReplayReason.OTHER_SHAPE, name=name, of_ranks=ranks_have, of_one=one_has
                 )
             return not_compared(ReplayReason.OTHER_PARAMETERS)
-        if kinds := replay.observed.not_comparable or replay.replayed.not_comparable:
+        if kinds := replay.rank_0_record.not_comparable or replay.one_rank_record.not_comparable:
             return not_compared(ReplayReason.TENSOR_KIND, kinds=kinds, at=self.at)
         if not self.gradients:
             return not_compared(ReplayReason.NO_GRADIENTS)
-        if Flag.BATCHNORM_ROWS_UNKNOWN in replay.replayed.flags:
+        if Flag.BATCHNORM_ROWS_UNKNOWN in replay.one_rank_record.flags:
             return not_compared(ReplayReason.BATCHNORM_ROWS)
         if max(map(precision, self.dtypes)) > COARSEST:
             kinds = sorted(map(str, self.dtypes))
@@ -321,7 +321,7 @@ class Comparer:
                 facts |= {"agreeing": len(agreeing), "parameters": len(known)}
                 is_all = len(agreeing) == len(known)
                 is_one_nth = abs(factor * len(self.replay.records) - 1) < 1e-3
-                reduced_at = self.replay.observed.flags.get(Flag.REDUCES_WITHOUT_BACKWARD)
+                reduced_at = self.replay.rank_0_record.flags.get(Flag.REDUCES_WITHOUT_BACKWARD)
                 if is_all and is_one_nth and reduced_at:
                     facts |= {"reduced_at": reduced_at}
                     return Comparison(Outcome.DIFFERENT, ReplayReason.ONE_NTH_OF_A_SUM, facts)
@@ -334,7 +334,7 @@ class Comparer:
     def reason_of_difference(self) -> Reason:
         if self.optimizer.compares_changes:
             return ReplayReason.CHANGE_DIFFERS
-        gathers = [call for call in self.replay.observed.collectives if "gather" in call.name]
+        gathers = [call for call in self.replay.rank_0_record.collectives if "gather" in call.name]
         if any(not call.library and not call.name.endswith("object") for call in gathers):
             return ReplayReason.GRADIENT_DIFFERS_GATHER
         return ReplayReason.GRADIENT_DIFFERS
@@ -410,7 +410,7 @@ class Comparer:
             if gradient_apart > FLOAT64_WRONG:
                 facts |= {"step": n, "apart": gradient_apart, "epoch": steps[n - 1][0].epoch}
                 return self.other_later_gradient(facts, ranks_step, one_step)
-        adapts = any(optimizer.is_adaptive for optimizer in self.replay.observed.optimizers)
+        adapts = any(optimizer.is_adaptive for optimizer in self.replay.rank_0_record.optimizers)
         if adapts and weights_apart[0] <= 1e-5 and not other_change_between(steps, weights_apart):
             # A bias whose gradient is only rounding (before BatchNorm, of attention's keys) grows
             # from step to step, because the optimizer divides by that gradient. A mistake between
@@ -442,7 +442,7 @@ def other_change_between(
 
 def comparisons(replay: Replay) -> list[Comparison]:
     """One Comparison per optimizer that stepped."""
-    optimizers = replay.observed.optimizers
+    optimizers = replay.rank_0_record.optimizers
     numbers = [n for n, optimizer in enumerate(optimizers) if optimizer.steps]
     compared = [Comparer(replay, number).compare() for number in numbers]
     in_modules = [n for n in numbers if any(optimizers[n].keys)]
@@ -469,7 +469,7 @@ def compare_by_model(replay: Replay, at: str) -> Comparison | None:
 
     These are the weights between the batches. None: they do not tell.
     """
-    ranks_weights, one_weights = replay.observed.weights, replay.replayed.weights
+    ranks_weights, one_weights = replay.rank_0_record.weights, replay.one_rank_record.weights
     counts = sorted(ranks_weights.keys() & one_weights.keys())
     keys = [key for key in ranks_weights.get(0, {}) if key in one_weights.get(0, {})]
     states = [

@@ -14,7 +14,9 @@ def place_of_difference(replay: Replay) -> dict[str, Any]:
     """A phrase that ends the sentence: the first layer that differs, or that none does."""
     if replay.name == Mode.SEQUENCE:  # its layers are called more often
         return phrase(Phrase.NOTHING)
-    in_turn = zip(*(rank.outputs for rank in replay.records), replay.replayed.outputs, strict=False)
+    in_turn = zip(
+        *(rank.outputs for rank in replay.records), replay.one_rank_record.outputs, strict=False
+    )
     seen = 0
     for *ranks_outputs, one_output in in_turn:
         for rank, own in enumerate(ranks_outputs):
@@ -45,5 +47,5 @@ def are_apart(ranks_outputs: list[LayerOutput], one_output: LayerOutput) -> bool
 
 def place_of_loss(replay: Replay) -> str:
     """The line that computes the first loss, or else that of its backward; empty: not known."""
-    backwards = replay.observed.backwards
+    backwards = replay.rank_0_record.backwards
     return (backwards[0].loss_at or backwards[0].at) if backwards else ""

@@ -105,10 +105,10 @@ def learning_rates(record: RankRecord) -> set[float]:
 
 def differences(replay: Replay) -> dict[Place, tuple[PrintedNumber, PrintedNumber]]:
     """Where all ranks (rank 0) and one rank print different numbers."""
-    one_numbers = printed_numbers(replay.replayed)
+    one_numbers = printed_numbers(replay.one_rank_record)
     return {
         place: (number, one_numbers[place])
-        for place, number in printed_numbers(replay.observed).items()
+        for place, number in printed_numbers(replay.rank_0_record).items()
         if place in one_numbers and not number.is_near(one_numbers[place], 1e-3)
     }
 
@@ -120,9 +120,9 @@ def need_control(replay: Replay) -> bool:
 
 def printed_rows(replay: Replay, control: list[RankRecord] | None = None) -> list[ReportRow]:
     """control: the records of the same ranks, run again with what they got."""
-    check, one_numbers = ProofRow.PRINTED_NUMBERS, printed_numbers(replay.replayed)
+    check, one_numbers = ProofRow.PRINTED_NUMBERS, printed_numbers(replay.one_rank_record)
     numbers = {
-        place: number for place, number in printed_numbers(replay.observed).items()
+        place: number for place, number in printed_numbers(replay.rank_0_record).items()
         if place in one_numbers and (number.is_statistic or control)
     }  # fmt: skip
     if control:

@@ -58,8 +58,8 @@ class Replay:
 
     def __init__(
         self,
-        observed: RunOutcome,
-        outcome: RunOutcome,
+        observed_outcome: RunOutcome,
+        replay_outcome: RunOutcome,
         folder: str,
         names: tuple[str, str],
         precision: Precision,
@@ -67,12 +67,14 @@ class Replay:
         """Read both runs; names: that of the run of all ranks, and that of the replay."""
         self.name, self.precision = names[1], precision
         self.is_of_original = names[1] == Mode.ORIGINAL
-        self.records = observed.records
-        self.observed = observed.records[0]
-        self.error = error_of(outcome) if outcome.status else ""
-        self.wrote_record = bool(outcome.records)
-        self.replayed = outcome.records[0] if outcome.records else RankRecord()
-        self.stepped = self.replayed.step_count > 0 and self.replayed.ended != Ended.NOT_YET
+        self.records = observed_outcome.records
+        self.rank_0_record = observed_outcome.records[0]
+        self.error = error_of(replay_outcome) if replay_outcome.status else ""
+        self.wrote_record = bool(replay_outcome.records)
+        self.one_rank_record = replay_outcome.records[0] if replay_outcome.records else RankRecord()
+        self.stepped = (
+            self.one_rank_record.step_count > 0 and self.one_rank_record.ended != Ended.NOT_YET
+        )
         ranks_file, one_file = (gradients_file(folder, name, 0) for name in names)
         self.ranks_gradients = load_gradients(ranks_file)
         self.one_gradients: dict = {}
@@ -85,7 +87,7 @@ class Replay:
 
     def steps(self, number: int) -> list[tuple[OptimizerStep, OptimizerStep]]:
         """Pair the steps of an optimizer: those of all ranks with those of one rank."""
-        runs = self.observed, self.replayed
+        runs = self.rank_0_record, self.one_rank_record
         if any(number >= len(run.optimizers) for run in runs):
             return []
         return list(zip(*(run.optimizers[number].steps for run in runs), strict=False))
@@ -115,20 +117,24 @@ class Replay:
     def takes_more_batches(self) -> bool:
         """Does one rank take the batches of several steps for one, as accumulation was divided?"""
         if not self.stepped:
-            return self.wrote_record and not self.replayed.step_count and not self.replayed.error
+            return (
+                self.wrote_record
+                and not self.one_rank_record.step_count
+                and not self.one_rank_record.error
+            )
         ranks_batches, one_batches = (
             [optimizer.steps[0].batch for optimizer in run.optimizers if optimizer.steps]
-            for run in (self.observed, self.replayed)
+            for run in (self.rank_0_record, self.one_rank_record)
         )
         backwards, backwards_of_one = (
             sum(backward.steps_before == 0 for backward in run.backwards)
-            for run in (self.observed, self.replayed)
+            for run in (self.rank_0_record, self.one_rank_record)
         )
         later = bool(ranks_batches and one_batches) and one_batches[0] > ranks_batches[0]
         return later or backwards_of_one >= backwards * len(self.records) > 0
 
     def places_of_draws(self, finding: Finding) -> list[str]:
         """List the places of draws of which this was found, in any of the runs."""
-        records = [*self.records, self.replayed]
+        records = [*self.records, self.one_rank_record]
         places = [place for record in records for place in record.draws.get(finding, [])]
         return list(dict.fromkeys(places))

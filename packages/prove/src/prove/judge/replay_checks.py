@@ -30,12 +30,14 @@ class Reproduction(NamedTuple):
     at: str
 
 
-def reproduction(observed: list[RankRecord], control: list[RankRecord]) -> Reproduction | None:
+def reproduction(
+    observed_records: list[RankRecord], control: list[RankRecord]
+) -> Reproduction | None:
     """Measure how well the control reproduces the observed run; None if it did not come so far."""
     apart = Reproduction(0.0, 0, 1, "")
-    if len(control) != len(observed):
+    if len(control) != len(observed_records):
         return None
-    for own, again in zip(observed, control, strict=True):
+    for own, again in zip(observed_records, control, strict=True):
         if not again.step_count or again.error:
             return None
         for optimizer, other in zip(own.optimizers, again.optimizers, strict=False):
@@ -58,10 +60,10 @@ def is_sum_over_local_batch(replay: Replay, sequence: Replay) -> bool:
     """
     sizes = [
         loader_pass.batch_size
-        for loader_pass in replay.observed.loader_passes
+        for loader_pass in replay.rank_0_record.loader_passes
         if loader_pass.step_count
     ]
-    if not sequence.stepped or not sizes or sequence.replayed.own_batch_size != sizes[0]:
+    if not sequence.stepped or not sizes or sequence.one_rank_record.own_batch_size != sizes[0]:
         return False
     steps = sequence.steps(0)
     if not steps:
@@ -89,10 +91,12 @@ def unsure_draws(replay: Replay) -> Comparison | None:
 def data_not_given(replay: Replay, compared: list[Comparison]) -> Comparison | None:
     """Without a DataLoader: data that the loss used, and that one rank was not given; so neither a
     difference nor an agreement says anything. None: it had all of them."""
-    first, data = replay.replayed, replay.replayed.data
+    first, data = replay.one_rank_record, replay.one_rank_record.data
     different = [each for each in compared if each.outcome == Outcome.DIFFERENT]
     of_all = {
-        DataFinding.TOO_MANY: [at for _, at in replay.observed.data.get(DataFinding.TOO_MANY, [])]
+        DataFinding.TOO_MANY: [
+            at for _, at in replay.rank_0_record.data.get(DataFinding.TOO_MANY, [])
+        ]
     }
     if not different:
         changed = places_until(first, DataFinding.CHANGED, None)
@@ -116,7 +120,10 @@ def data_not_given(replay: Replay, compared: list[Comparison]) -> Comparison | N
         DataFinding.LOCAL_NUMBER: ReplayReason.LOCAL_NUMBER,
     }
     for finding, reason in reasons.items():
-        if finding == DataFinding.LATE_INPUT and Flag.MODEL_RETURNS_LOSS in replay.observed.flags:
+        if (
+            finding == DataFinding.LATE_INPUT
+            and Flag.MODEL_RETURNS_LOSS in replay.rank_0_record.flags
+        ):
             continue  # it computes the loss from what it was given
         places = of_all.get(finding) or places_until(first, finding, step)
         if places:
@@ -136,9 +143,9 @@ def places_until(record: RankRecord, finding: DataFinding, step: int | None) -> 
 def by_statistics(replay: Replay, comparison: Comparison) -> Comparison:
     """Does one rank differ because a mean over the samples of each rank is in its data?"""
     tags = places_until(
-        replay.replayed, DataFinding.STATISTIC, int(comparison.facts.get("step", 1))
+        replay.one_rank_record, DataFinding.STATISTIC, int(comparison.facts.get("step", 1))
     )
-    statistics = [each for each in replay.observed.statistics if each.tag in tags]
+    statistics = [each for each in replay.rank_0_record.statistics if each.tag in tags]
     if comparison.outcome != Outcome.DIFFERENT or not statistics:
         return comparison
     first, ranks_statistics = statistics[0], [record.statistics for record in replay.records]
@@ -151,7 +158,7 @@ def missing_before_a_later_epoch(replay: Replay) -> dict[str, Any] | None:
     """What the ranks did between two epochs, and one rank may have done otherwise."""
     if places := replay.places_of_draws(Finding.BETWEEN):
         return phrase(Phrase.DRAWN_BETWEEN, places=places)
-    passes = replay.observed.loader_passes
+    passes = replay.rank_0_record.loader_passes
     trained = {each.dataset_number for each in passes if each.step_count}
     for each in passes:
         is_cut = not each.with_gradients and not each.ended and each.batches_given
@@ -164,7 +171,7 @@ def draws_not_given(replay: Replay, rows: list[ReportRow]) -> Comparison | None:
     """Without a loader, the original gets no draws of the ranks: nobody knows when they are due."""
     of_draws = (ProofRow.RANDOM_DECISIONS, ProofRow.RANDOM_NUMBERS)
     places = [at for row in rows if row.check in of_draws for at in row.facts["places"]]
-    if not places or any(each.step_count for each in replay.observed.loader_passes):
+    if not places or any(each.step_count for each in replay.rank_0_record.loader_passes):
         return None
     return not_compared(ReplayReason.DRAWS_NOT_GIVEN, places=places)
 
@@ -173,7 +180,7 @@ def draw_rows(replay: Replay) -> list[ReportRow]:
     """What the ranks draw inside a step."""
     rows = decision_rows(replay)
     same = replay.places_of_draws(Finding.SAME_NOISE)
-    of_dropout = replay.observed.dropout  # it has a row of its own
+    of_dropout = replay.rank_0_record.dropout  # it has a row of its own
     by_sample = [at for at in replay.places_of_draws(Finding.BY_SAMPLE) if at not in same]
     if places := [at for at in same if at not in of_dropout]:
         rows.append(warning(ProofRow.RANDOM_NUMBERS, ReplayReason.SAME_NOISE, places=places))
@@ -205,10 +212,10 @@ def decision_rows(replay: Replay) -> list[ReportRow]:
 
 def batchnorm_rows(replay: Replay, whole_batch_replay: Replay | None) -> list[ReportRow]:
     """Layers that normalize each local batch, and what a batch of all ranks would change."""
-    values = smallest_batchnorm(replay.observed)
+    values = smallest_batchnorm(replay.rank_0_record)
     if not values:
         return []
-    facts = {"layers": next(iter(replay.observed.batchnorm)), "values": values}
+    facts = {"layers": next(iter(replay.rank_0_record.batchnorm)), "values": values}
     if whole_batch_replay is None or not whole_batch_replay.stepped:
         return [right(ProofRow.BATCHNORM, ReplayReason.BATCHNORM_OF_EACH_RANK, **facts)]
     gradients = whole_batch_replay.gradients(0)
@@ -240,12 +247,12 @@ def reason_of_failure(error: RaisedError, in_float64: bool) -> Reason:
 
 def why_not_replayed(replay: Replay) -> Comparison | None:
     """A replay that fails says nothing about the script, but why."""
-    error, record = replay.replayed.error, replay.replayed
+    error, record = replay.one_rank_record.error, replay.one_rank_record
     if error is not None:
         if error.kind == "CannotMergeError":
             return not_compared(ReplayReason.CANNOT_MERGE, what=error.message, at=error.at)
         facts = {"kind": error.kind, "at": error.at, "message": error.message[:160]}
-        steps = [step for optimizer in replay.observed.optimizers for step in optimizer.steps]
+        steps = [step for optimizer in replay.rank_0_record.optimizers for step in optimizer.steps]
         in_float64 = any(step.dtype in FLOAT64 for step in steps)
         return not_compared(reason_of_failure(error, in_float64), **facts)
     if replay.wrote_record and record.world_size > 1:

@@ -35,9 +35,9 @@ def schedule_rows(replay: Replay) -> list[ReportRow]:
 def rows_of_end(replay: Replay) -> list[ReportRow]:
     """One rank ends by itself before it has had all batches that the ranks have had."""
     ranks_batches = min(map(training_batches, replay.records))
-    one_batches = training_batches(replay.replayed)
-    ends = replay.replayed.ended == Ended.AT_ITS_END and replay.name == Mode.REPLAY
-    ends &= replay.replayed.step_count < min(own.step_count for own in replay.records)
+    one_batches = training_batches(replay.one_rank_record)
+    ends = replay.one_rank_record.ended == Ended.AT_ITS_END and replay.name == Mode.REPLAY
+    ends &= replay.one_rank_record.step_count < min(own.step_count for own in replay.records)
     if (
         not ends
         or one_batches >= ranks_batches
@@ -53,7 +53,7 @@ def training_batches(rank: RankRecord) -> int:
 
 
 def rows_of_rates(replay: Replay) -> list[ReportRow]:
-    if rows := rows_of_one_cycle(replay.observed):
+    if rows := rows_of_one_cycle(replay.rank_0_record):
         return rows
     by_batch = schedules_by_batch(replay)
     if not by_batch:
@@ -94,18 +94,23 @@ def schedules_by_batch(replay: Replay) -> list[tuple[Schedule, Schedule]]:
     """Pair the schedules of a rank with those of the one rank, whose epochs have other lengths."""
     pairs: list[tuple[Schedule, Schedule]] = []
     if (
-        Flag.ASKED_FOR_LENGTH in replay.observed.flags
+        Flag.ASKED_FOR_LENGTH in replay.rank_0_record.flags
     ):  # it follows the loader, whose epochs we have cut
         return pairs
     for ranks_record, one_record in zip(
-        replay.observed.schedules, replay.replayed.schedules, strict=False
+        replay.rank_0_record.schedules, replay.one_rank_record.schedules, strict=False
     ):
         window = next(
-            (each.batches_per_step for each in replay.observed.loader_passes if each.step_count), 1
+            (
+                each.batches_per_step
+                for each in replay.rank_0_record.loader_passes
+                if each.step_count
+            ),
+            1,
         )
         both = (
-            measured_schedule(ranks_record, replay.observed, window),
-            measured_schedule(one_record, replay.replayed, window),
+            measured_schedule(ranks_record, replay.rank_0_record, window),
+            measured_schedule(one_record, replay.one_rank_record, window),
         )
         if both[0] is not None and both[1] is not None:
             pairs.append((both[0], both[1]))
@@ -157,18 +162,18 @@ def row_of_length(
 
 def compare_rates(replay: Replay) -> list[ReportRow]:
     """The learning rates that the script gives one rank, at the same steps."""
-    observed, replayed = replay.observed, replay.replayed
+    rank_0_record, one_rank_record = replay.rank_0_record, replay.one_rank_record
     steps = [
         (*pair, phrase(Phrase.AT_STEP, step=n, at=pair[0].at))
-        for number in range(min(len(observed.optimizers), len(replayed.optimizers)))
+        for number in range(min(len(rank_0_record.optimizers), len(one_rank_record.optimizers)))
         for n, pair in enumerate(replay.steps(number), start=1)
     ]
     compared = [  # rates, when, and the reason if they differ
         (ranks_step.learning_rates, one_step.learning_rates, when, ReplayReason.RATE_DIFFERS)
         for ranks_step, one_step, when in steps
     ]
-    if observed.rates_after_epochs and replayed.rates_after_epochs:
-        rates = observed.rates_after_epochs[0], replayed.rates_after_epochs[0]
+    if rank_0_record.rates_after_epochs and one_rank_record.rates_after_epochs:
+        rates = rank_0_record.rates_after_epochs[0], one_rank_record.rates_after_epochs[0]
         when = phrase(Phrase.AFTER_EPOCH, epoch=1)
         compared.append((*rates, when, ReplayReason.RATE_AFTER_EPOCH_DIFFERS))
     compared += [  # one rank was given those of the ranks, too

@@ -120,15 +120,15 @@ class Feeder:
         self.run, self.draws, self.world_size = run, draws, run.settings.world_size
         self.mode = run.settings.mode
         records = read_records(run.settings.folder, Mode.OBSERVE)
-        observed = records[0]
+        rank_0_record = records[0]
         self.only_on_rank_0 = passes_of_rank_0_alone(records)
-        self.normalizes_by_rank = bool(observed.batchnorm) and self.mode not in (
+        self.normalizes_by_rank = bool(rank_0_record.batchnorm) and self.mode not in (
             Mode.WHOLE,
             Mode.CONTROL,
         )
         self.recorded_loader_passes = [
             loader_pass
-            for loader_pass in observed.loader_passes
+            for loader_pass in rank_0_record.loader_passes
             if loader_pass.replay_number is not None
             and loader_pass.replay_number not in self.only_on_rank_0
         ]

@@ -34,8 +34,8 @@ def seed_of(settings: Settings) -> int:
     """
     rank = int(os.environ.get("RANK", 0)) if settings.mode == Mode.CONTROL else 0
     if settings.mode not in (Mode.OBSERVE, Mode.BARE):
-        observed = read_records(settings.folder, Mode.OBSERVE)
-        return observed[min(rank, len(observed) - 1)].seed
+        observed_records = read_records(settings.folder, Mode.OBSERVE)
+        return observed_records[min(rank, len(observed_records) - 1)].seed
     return int.from_bytes(os.urandom(4), "big")
 
 
