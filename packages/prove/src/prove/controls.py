@@ -146,17 +146,17 @@ class Controls:
 
     def with_one_draw(self) -> list[Comparison] | None:
         """Try one draw for all samples of a batch, so that their order cannot matter."""
-        if not (rows := self.replay.rows):
+        if not (draws := self.replay.per_sample_draws):
             return None
-        found = self.with_draws(ReplayVariant.ONE_DRAW, self.batch_decisions | rows)
+        found = self.with_draws(ReplayVariant.ONE_DRAW, self.batch_decisions | draws)
         if found is None:
-            return self.forced_draws_fail("one draw for all samples", rows)
+            return self.forced_draws_fail("one draw for all samples", draws)
         _, compared = found
         if worst(compared) == Outcome.DIFFERENT:
             return None
         if equal := self.with_rows_in_blocks():
             return equal
-        facts = {"apart_of_one_draw": farthest(compared), "places": places_of(rows)}
+        facts = {"apart_of_one_draw": farthest(compared), "places": places_of(draws)}
         return self.no_verdict(ReplayReason.EQUAL_WITH_ONE_DRAW, **facts)
 
     def with_rows_in_blocks(self) -> list[Comparison] | None:

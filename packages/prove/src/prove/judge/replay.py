@@ -79,11 +79,14 @@ class Replay:
         self.ranks_gradients = load_gradients(ranks_file)
         self.one_gradients: dict = {}
         self.batch_decisions: dict[DrawKey, Draw] = {}  # what the ranks have decided differently
-        self.rows: dict[DrawKey, OneDraw] = {}  # what each sample had for itself
+        self.per_sample_draws: dict[DrawKey, OneDraw] = {}  # what each sample had for itself
         if self.stepped:
             self.one_gradients = load_gradients(one_file)
             tensors = torch.load(tensors_file(folder, names[1], 0), weights_only=False)
-            self.batch_decisions, self.rows = tensors["batch_decisions"], tensors["rows"]
+            self.batch_decisions, self.per_sample_draws = (
+                tensors["batch_decisions"],
+                tensors["per_sample_draws"],
+            )
 
     def steps(self, number: int) -> list[tuple[OptimizerStep, OptimizerStep]]:
         """Pair the steps of an optimizer: those of all ranks with those of one rank."""

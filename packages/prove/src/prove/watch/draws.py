@@ -64,12 +64,14 @@ class Draws:
         # In a replay: what each rank drew in the observed run whose samples are in this batch.
         self.draws_of_ranks: list[dict[DrawKey, Draw]] = []
         self.recorded: dict[DrawKey, Draw] = {}
-        self.rows: dict[DrawKey, OneDraw] = {}  # the first row of draws with a row per sample
+        self.per_sample_draws: dict[
+            DrawKey, OneDraw
+        ] = {}  # the first row of draws with a row per sample
         self.batch_decisions: dict[DrawKey, Draw] = {}  # rank 0's, where the ranks' differ
         self.forced: dict[DrawKey, Draw | OneDraw] = {}  # they come before any other answer
         self.bytes_recorded = 0
         self.calls: Counter = Counter()  # in this batch, by function and place
-        self.per_sample_draws: set[tuple[str, str]] = set()  # such calls, made once per sample
+        self.calls_by_sample: set[tuple[str, str]] = set()  # such calls, made once per sample
         self.states: list[int] = []  # digests of the generators after the last draw we saw
 
     def note_finding(self, kind: Finding, at: str) -> None:
@@ -89,10 +91,10 @@ class Draws:
         if self.active:
             self.check_states()
         self.active = self.of_model = False
-        for name, at in self.per_sample_draws:
+        for name, at in self.calls_by_sample:
             if self.calls[name, at] != sum(self.sizes):
                 self.note_finding(Finding.NOT_MATCHED, at)
-        self.per_sample_draws.clear()
+        self.calls_by_sample.clear()
 
     def begin_forward(
         self, batch: tuple[int, int], sizes: list[int], draws_of_ranks: list[dict]
@@ -304,7 +306,7 @@ class Draws:
         if of_places:
             values = self.places_in_merged_batch(values)
         elif dim_alike([value.shape for value in values], dim):
-            self.rows[key] = OneDraw(dim, values[0].select(dim, 0))
+            self.per_sample_draws[key] = OneDraw(dim, values[0].select(dim, 0))
             if len(values) > 1 and values[0].numel() > 1 and all_equal(values):
                 self.note_finding(Finding.SAME_NOISE, key.at)
         rows = values[0].shape[dim] // self.sizes[0]
@@ -322,7 +324,8 @@ class Draws:
 
     def finish(self) -> None:
         self.run.tensors |= {
-            "draws": self.recorded, "batch_decisions": self.batch_decisions, "rows": self.rows,
+            "draws": self.recorded, "batch_decisions": self.batch_decisions,
+            "per_sample_draws": self.per_sample_draws,
         }  # fmt: skip
 
     def places_in_merged_batch(self, values: list[Tensor]) -> list[Tensor]:
@@ -347,7 +350,7 @@ class Draws:
         shapes = {getattr(value, "shape", None) for values in calls for value in values}
         if shapes != {getattr(drawn, "shape", None)}:  # one line calls several layers
             return None
-        self.per_sample_draws.add((key.name, key.at))
+        self.calls_by_sample.add((key.name, key.at))
         rank, sample = order_of_rows(sizes)[key.number]
         return (calls[rank][sample],)
 
