@@ -45,7 +45,7 @@ class Controls:
         self.replay, self.compared = replay, compared  # the usual replay, or a later one
         self.variant = ReplayVariant.USUAL  # which says what this replay was given
         self.batch_decisions = replay.batch_decisions
-        self.at = compared[0].facts.get("at", "?")
+        self.source_line = compared[0].facts.get("at", "?")
 
     def result(self) -> list[Comparison]:
         """Ask in order; the first answer wins."""
@@ -65,10 +65,10 @@ class Controls:
         return [self.sum_or_mistake(each) for each in self.compared]
 
     def no_verdict(self, reason: Reason, **facts: object) -> list[Comparison]:
-        return [not_compared(reason, apart=farthest(self.compared), at=self.at, **facts)]
+        return [not_compared(reason, apart=farthest(self.compared), at=self.source_line, **facts)]
 
     def forced_draws_fail(self, draws: str, forced: dict) -> list[Comparison]:
-        places = places_of(forced)
+        places = source_lines_of(forced)
         return self.no_verdict(ReplayReason.FORCED_DRAWS_FAIL, draws=draws, places=places)
 
     def use_replay(
@@ -126,7 +126,7 @@ class Controls:
         if unsure is None:
             return None
         found = None
-        other_shares = self.replay.places_of_draws(Finding.OTHER_SHARES)
+        other_shares = self.replay.source_lines_of_draws(Finding.OTHER_SHARES)
         if self.replay.rank_0_record.dropout and not other_shares:
             found = self.with_draws(ReplayVariant.NO_DROPOUT, self.batch_decisions)
         if found is None or replay_checks.unsure_draws(found[0]):
@@ -156,7 +156,7 @@ class Controls:
             return None
         if equal := self.with_rows_in_blocks():
             return equal
-        facts = {"apart_of_one_draw": farthest(compared), "places": places_of(draws)}
+        facts = {"apart_of_one_draw": farthest(compared), "places": source_lines_of(draws)}
         return self.no_verdict(ReplayReason.EQUAL_WITH_ONE_DRAW, **facts)
 
     def with_rows_in_blocks(self) -> list[Comparison] | None:
@@ -164,7 +164,7 @@ class Controls:
 
         Only the right order makes all gradients equal.
         """
-        if not self.replay.places_of_draws(Finding.SEVERAL):
+        if not self.replay.source_lines_of_draws(Finding.SEVERAL):
             return None
         blocks = self.runs.replay(Mode.REPLAY, self.command, ReplayVariant.BLOCKS)
         if replay_checks.why_not_replayed(blocks):
@@ -209,9 +209,9 @@ class Controls:
         return Comparison(Outcome.MEANT_SO, ReplayReason.SUM_OVER_LOCAL_BATCH, comparison.facts)
 
 
-def places_of(draws: dict) -> list[str]:
+def source_lines_of(draws: dict) -> list[str]:
     """List the places in the script of draws that are given by their keys."""
-    return list(dict.fromkeys(key.at for key in draws))
+    return list(dict.fromkeys(key.source_line for key in draws))
 
 
 def is_explained(step: int, rows: list[ReportRow]) -> bool:

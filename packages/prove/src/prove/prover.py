@@ -106,7 +106,7 @@ class Prover:
         if not any(record.step_count for record in records):
             batches = sum(loader_pass.batches_given for loader_pass in records[0].loader_passes)
             why = ReplayReason.NO_STEP if batches else ReplayReason.NO_BATCH
-            places = list(dict.fromkeys(each.at for each in records[0].loader_passes))
+            places = list(dict.fromkeys(each.source_line for each in records[0].loader_passes))
             rows.append(not_seen(ProofRow.ONE_RANK, why, batches=batches, places=places))
             return
         seen.outcome = self.runs.observed_outcome = replace(
@@ -151,7 +151,7 @@ class Prover:
         if at := records[0].flags.get(Flag.MODEL_IS_DIVIDED):
             return not_compared(ReplayReason.MODEL_DIVIDED, at=at)
         if self.runs.settings.rows_are_split and not same_contents(records):
-            at = trained_loader_passes(records)[0][0].at
+            at = trained_loader_passes(records)[0][0].source_line
             return not_compared(ReplayReason.OTHER_ROWS, at=at)
         if texts := [record.why_not_kept for record in records if record.why_not_kept]:
             return not_compared(ReplayReason.NOT_KEPT, message=texts[0])

@@ -1,7 +1,8 @@
 """What does each rank write down? These records are all that the judges know about a run.
 
-A tensor is written down as two numbers, its Projection: see model_tensors.project. `at` is always a
-place in the user's code, such as train.py:73. `steps_before` is the number of steps made by then.
+A tensor is written down as two numbers, its Projection: see model_tensors.project.
+`source_line` is always a line of the user's code, such as train.py:73. `steps_before` is the number
+of steps made by then.
 """
 
 import os
@@ -151,7 +152,7 @@ DDP_CALLS = {
 
 class Collective(NamedTuple):
     name: str
-    at: str
+    source_line: str
     batchnorm: str = ""  # the class of the BatchNorm layer that calls it, if one does
     library: str = ""  # "torch" if a part of torch calls it, such as fully_shard
 
@@ -169,7 +170,7 @@ class RankProgress:
     collective: Collective | None = None  # the one that the rank is in now
     waits_in: Collective | None = None  # another call that may wait for a rank: recv, a store
     in_backward: bool = False
-    at: str = ""
+    source_line: str = ""
     cpu_seconds: float = 0.0
     in_ddp: bool = False  # in DDP's own code: its forward may wait for the other ranks, too
     is_loading: bool = False  # it waits for data or for an import, and not for a rank
@@ -181,7 +182,7 @@ class LoaderPass:
 
     number: int
     loader_number: int
-    at: str  # where the loader was made
+    source_line: str  # where the loader was made
     sampler: str  # the class of its sampler
     shuffle: bool | None
     workers: int
@@ -240,7 +241,7 @@ class LoaderPass:
 class OptimizerStep:
     """The gradients that a step was given, and the weights before and after it."""
 
-    at: str
+    source_line: str
     batch: int  # its number in the pass, from 1 on
     epoch: int  # its number, from 0 on
     batch_size: int | None
@@ -264,7 +265,7 @@ class OptimizerStep:
 class OptimizerRecord:
     """An optimizer of one rank, or the steps that the script makes by hand."""
 
-    at: str
+    source_line: str
     is_adaptive: bool  # like Adam, it divides by small gradients
     is_by_hand: bool = False  # no optimizer of torch: the script changes its parameters itself
     compares_changes: bool = False  # there is no p.grad, so the changes of weights are compared
@@ -278,7 +279,7 @@ class OptimizerRecord:
 class DDPRecord:
     """A model in DDP on one rank."""
 
-    at: str
+    source_line: str
     forwards: int = 0  # calls of DDP in training
     forwards_around: dict[str, int] = field(default_factory=dict)  # calls of ddp.module, by place
     parameters: int = 0  # how many are trained
@@ -293,7 +294,7 @@ class PrintedText(NamedTuple):
     """A text that a rank has printed or logged."""
 
     text: str
-    at: str
+    source_line: str
     steps_before: int
     in_first_epoch: bool
     on_terminal: bool = True  # else it goes to a file of the logging module only
@@ -302,9 +303,9 @@ class PrintedText(NamedTuple):
 class Backward(NamedTuple):
     """One call of backward."""
 
-    at: str
+    source_line: str
     steps_before: int
-    loss_at: str = ""  # where a loss function of torch was last called before it
+    loss_source_line: str = ""  # where a loss function of torch was last called before it
 
 
 class LayerOutput(NamedTuple):
@@ -329,7 +330,7 @@ class RaisedError(NamedTuple):
 
     kind: str
     message: str
-    at: str
+    source_line: str
     seconds: float  # time.time() when it was raised
 
 
@@ -338,7 +339,7 @@ class ScheduleRecord:
     """A learning-rate scheduler that the script steps."""
 
     kind: str  # the class of the scheduler
-    at: str  # where it was first stepped
+    source_line: str  # where it was first stepped
     step_count: int = 0
     batches: int = 0  # after how many of them it stepped
     by_batch: bool = False  # it steps more than once per epoch
@@ -351,7 +352,7 @@ class DrawKey(NamedTuple):
     """Names one draw, so that the same call in a replay finds it."""
 
     batch: tuple[int, int]  # the pass over a loader and the number of the batch
-    at: str
+    source_line: str
     name: str  # of the function that drew
     number: int  # how many such calls came before it, at this place and in this batch
 
@@ -377,13 +378,13 @@ class Statistic(NamedTuple):
     """A mean or the like over the samples of one rank that its loss depends on."""
 
     name: str
-    at: str
+    source_line: str
     number: int  # how many such calls came before it, at this place
     value: float
 
     @property
     def tag(self) -> str:
-        return f"{self.name} {self.at} {self.number}"
+        return f"{self.name} {self.source_line} {self.number}"
 
 
 @dataclass

@@ -9,7 +9,7 @@ from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import accumulate
 from prove.judge.reasons import Reason
 from prove.judge.table import WARNING, ReportRow, warning
-from prove.watch.rank_run import RankRun, where
+from prove.watch.rank_run import RankRun, source_line
 
 NAME = "accumulation"
 MOST_BACKWARDS = 64  # more are not written down
@@ -25,7 +25,7 @@ class Says(Reason):
 class FirstBackward(NamedTuple):
     """A call of backward before the first step."""
 
-    at: str
+    source_line: str
     is_scaled: bool
     adds_up: bool  # the gradients of another backward are still there
 
@@ -43,7 +43,7 @@ def watch(run: RankRun) -> None:
     def note(loss: Tensor) -> None:
         if run.record.step_count == 0 and len(calls) < MOST_BACKWARDS:
             adds_up = run.models.holds_gradients()
-            calls.append(FirstBackward(where(), is_scaled(loss), adds_up))
+            calls.append(FirstBackward(source_line(), is_scaled(loss), adds_up))
 
     run.events.backwards.append(note)
 
@@ -64,7 +64,7 @@ def judge(seen: Seen) -> list[ReportRow]:
     """Look at the first step: what comes before it in one line, and divides nowhere."""
     first = seen.records[0]
     backwards = first.part(FirstBackwards).calls
-    places = {backward.at for backward in backwards}
+    places = {backward.source_line for backward in backwards}
     n = min(len(backwards), 1 + sum(backward.adds_up for backward in backwards))
     if n < 2 or len(places) > 1 or len(first.optimizers) != 1:
         return []

@@ -43,9 +43,9 @@ def judge(seen: Seen) -> list[ReportRow]:
         drew_nothing = not any(loader_pass.workers_drew for loader_pass in passes)
         if first.is_stream or drew_nothing or not same_dataset(passes):
             return []
-        return [warning(NAME, Says.WORKER_SEEDS_ALIKE, at=first.at)]
+        return [warning(NAME, Says.WORKER_SEEDS_ALIKE, at=first.source_line)]
     if same:
-        return [warning(NAME, Says.DRAWS_ALIKE, generators=same, at=first.at)]
+        return [warning(NAME, Says.DRAWS_ALIKE, generators=same, at=first.source_line)]
     if drew:
         return [right(NAME, Says.DRAWS_DIFFER)]
     if seeds_workers:

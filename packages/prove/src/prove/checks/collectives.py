@@ -40,7 +40,12 @@ def first_difference(calls: list[list[Collective]]) -> dict[str, Any] | None:
     for parts in zip(*calls, strict=False):
         if len({call.name for call in parts}) > 1:
             different = [
-                phrase("rank {rank} calls {name} at {at}", rank=rank, name=call.name, at=call.at)
+                phrase(
+                    "rank {rank} calls {name} at {at}",
+                    rank=rank,
+                    name=call.name,
+                    at=call.source_line,
+                )
                 for rank, call in enumerate(parts)
             ]
             return phrase("{calls:; }", calls=different)
@@ -58,7 +63,7 @@ def missed_call(records: list[RankRecord], calls: list[list[Collective]]) -> dic
         return phrase("the ranks have made {steps!s} steps", steps=steps) if is_unequal else None
     call = most[len(fewest)]
     others = [rank for rank, of_rank in enumerate(calls) if len(of_rank) == len(fewest)]
-    facts = {"rank": calls.index(most), "name": call.name, "at": call.at, "others": others}
+    facts = {"rank": calls.index(most), "name": call.name, "at": call.source_line, "others": others}
     return phrase("rank {rank} calls {name} at {at}, which rank {others} does not reach", **facts)
 
 

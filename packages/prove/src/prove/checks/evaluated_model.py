@@ -17,7 +17,7 @@ from prove.judge.steps import names_apart
 from prove.judge.table import RIGHT, ReportRow, right, warning
 from prove.rank_record import Projection, RankRecord
 from prove.watch.model_tensors import is_divided, project, without_wrappers
-from prove.watch.rank_run import RankRun, where
+from prove.watch.rank_run import RankRun, source_line
 
 NAME = "evaluated model"
 MOST_EVALUATED = 32  # more are not written down
@@ -69,7 +69,7 @@ def watch(run: RankRun) -> None:
         steps = run.record.step_count
         if not steps or (module.training and torch.is_grad_enabled()):
             return
-        name, last = noted.get(module, (f"{type(module).__name__} called at {where()}", 0))
+        name, last = noted.get(module, (f"{type(module).__name__} called at {source_line()}", 0))
         if steps < 2 * last or len(evaluated) >= MOST_EVALUATED:
             return
         if isinstance(module, nn.parallel.DistributedDataParallel) or is_divided(module):

@@ -149,7 +149,7 @@ def dataset_of(loader_pass: LoaderPass) -> tuple:
 def rows_of_dataset(records: list[RankRecord], passes: list[LoaderPass]) -> list[ReportRow]:
     """Judge the first evaluation of a data set on each rank that evaluates it. The largest
     mistake comes first."""
-    at, world_size = passes[0].at, len(records)
+    at, world_size = passes[0].source_line, len(records)
     if len(passes) < world_size:
         ranks = len(passes)
         return [right(NAME, Says.EVALUATED_BY_SOME, ranks=ranks, world_size=world_size, at=at)]
@@ -179,7 +179,7 @@ def rows_by_content(
 ) -> list[ReportRow]:
     """Judge a stream, or data sets of which each rank holds another. unknown: what to say if the
     contents do not tell, either."""
-    at, contents = passes[0].at, [{*loader_pass.checksums} for loader_pass in passes]
+    at, contents = passes[0].source_line, [{*loader_pass.checksums} for loader_pass in passes]
     seen = sum(len(loader_pass.checksums) for loader_pass in passes)
     size, different = len(set().union(*contents)), sum(map(len, contents))
     if different < seen / 2 or not all(contents):  # samples that look alike
@@ -214,7 +214,7 @@ def row_of_a_part(passes: list[LoaderPass]) -> ReportRow:
     ]
     facts = {
         "given": first.batches_given, "batches": first.batches_listed,
-        "samples": len({*drawn}), "size": sample_count(passes), "at": first.at,
+        "samples": len({*drawn}), "size": sample_count(passes), "at": first.source_line,
     }  # fmt: skip
     if {*drawn} == {*range(len(drawn))}:
         return right(NAME, Says.EVALUATED_FIRST_ONES, **facts)

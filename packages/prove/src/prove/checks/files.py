@@ -15,7 +15,7 @@ from prove.judge.reasons import Heading, Reason
 from prove.judge.table import WARNING, WRONG, ReportRow, right, warning, wrong
 from prove.rank_record import Mode
 from prove.watch.process_io import copy_of
-from prove.watch.rank_run import RankRun, where
+from prove.watch.rank_run import RankRun, source_line
 
 NAME = "files"
 MOST_OPENED = 1000  # more are not written down
@@ -49,7 +49,7 @@ class Says(Reason):
 class OpenedFile(NamedTuple):
     path: str
     mode: str  # as for open(), or "os.open"
-    at: str
+    source_line: str
     steps_before: int
 
 
@@ -79,7 +79,7 @@ def watch(run: RankRun) -> None:
     def note_change(path: str, mode: str | None) -> None:
         is_lock = path.endswith(".lock")  # which all ranks may open
         if mode is not None and not is_lock and len(files.opened) < MOST_OPENED:
-            files.opened.append(OpenedFile(path, mode, where(), run.record.step_count))
+            files.opened.append(OpenedFile(path, mode, source_line(), run.record.step_count))
 
     def note_text(path: str, text: str) -> None:
         texts.add(path)
@@ -125,7 +125,11 @@ def judge(seen: Seen) -> list[ReportRow]:
             continue
         truncates = all("w" in opened.mode for opened in openings)
         trained = all(opened.steps_before for opened in openings)
-        facts = {"path": os.path.relpath(path), "ranks": sorted(by_rank), "at": openings[0].at}
+        facts = {
+            "path": os.path.relpath(path),
+            "ranks": sorted(by_rank),
+            "at": openings[0].source_line,
+        }
         if not truncates:
             rows.append(warning(NAME, Says.FILE_THAT_GROWS, **facts))
         elif not trained:

@@ -28,7 +28,7 @@ def judge(seen: Seen) -> list[ReportRow]:
                 norms = [gradient[1] for gradient in step.gradients if gradient]
                 if not all(map(math.isfinite, norms)):
                     bad.setdefault(number, []).append(rank.rank)
-                    places.setdefault(number, step.at)
+                    places.setdefault(number, step.source_line)
     if not bad:
         return []
     first = min(bad)

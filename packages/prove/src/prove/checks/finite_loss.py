@@ -13,7 +13,7 @@ from prove.checks.base import Check, Phase, Seen
 from prove.checks.mistake import LOSS, plain
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import WARNING, ReportRow, warning
-from prove.watch.rank_run import RankRun, where
+from prove.watch.rank_run import RankRun, source_line
 
 NAME = "finite loss"
 MOST_LOSSES = 64  # more are not written down
@@ -30,7 +30,7 @@ class Says(Reason):
 
 class BadLoss(NamedTuple):
     value: str
-    at: str
+    source_line: str
     steps_before: int
 
 
@@ -50,7 +50,7 @@ def watch(run: RankRun) -> None:
         if is_plain and not may_overflow and len(bad) < MOST_LOSSES:
             value = float(loss.detach())
             if not math.isfinite(value):
-                bad.append(BadLoss(str(value), where(), run.record.step_count))
+                bad.append(BadLoss(str(value), source_line(), run.record.step_count))
 
     run.events.backwards.append(note)
 
@@ -61,7 +61,12 @@ def judge(seen: Seen) -> list[ReportRow]:
         return []
     first, _ = min(bad, key=lambda pair: pair[0].steps_before)
     ranks = sorted({rank for loss, rank in bad if loss.steps_before == first.steps_before})
-    facts = {"value": first.value, "step": first.steps_before + 1, "at": first.at, "ranks": ranks}
+    facts = {
+        "value": first.value,
+        "step": first.steps_before + 1,
+        "at": first.source_line,
+        "ranks": ranks,
+    }
     return [warning(NAME, Says.LOSS_NOT_FINITE, **facts)]
 
 

@@ -8,7 +8,7 @@ from prove.checks.mistake import plain
 from prove.judge.reasons import Heading, Phrase, Reason
 from prove.judge.table import WRONG, ReportRow, right, warning, wrong
 from prove.judge.wording import phrase
-from prove.watch.rank_run import RankRun, where
+from prove.watch.rank_run import RankRun, source_line
 
 NAME = "learning rate by rank"
 MOST_METRICS = 1000  # more are not written down
@@ -32,7 +32,7 @@ class Metric(NamedTuple):
     """A number by which ReduceLROnPlateau decides."""
 
     value: float
-    at: str
+    source_line: str
     steps_before: int
 
 
@@ -48,7 +48,7 @@ def watch(run: RankRun) -> None:
 
     def note(value: float) -> None:
         if len(given) < MOST_METRICS:
-            given.append(Metric(value, where(), run.record.step_count))
+            given.append(Metric(value, source_line(), run.record.step_count))
 
     run.events.metrics.append(note)
 
@@ -61,7 +61,7 @@ def rows_of_rates(seen: Seen) -> list[ReportRow]:
     rates = [
         (
             [of_rank.learning_rates for of_rank in step.steps],
-            phrase(Phrase.AT_STEP, step=step.number, at=step.at),
+            phrase(Phrase.AT_STEP, step=step.number, at=step.source_line),
         )
         for step in seen.steps
     ]
@@ -84,7 +84,7 @@ def rows_of_metrics(seen: Seen) -> list[ReportRow]:
         values, first = [metric.value for metric in metrics], metrics[0]
         number += 1
         if max(values) - min(values) > 1e-6 * max(map(abs, values)):
-            facts = {"values": values, "steps": first.steps_before, "at": first.at}
+            facts = {"values": values, "steps": first.steps_before, "at": first.source_line}
             return [warning(NAME, Says.METRICS_BY_RANK, **facts)]
     return [right(NAME, Says.METRICS_ALIKE, numbers=number)] if number else []
 

@@ -37,7 +37,7 @@ def judge_fields(seen: Seen) -> list[ReportRow]:
         first = epochs[0][0]
         if names := differing_fields(epochs[0]):
             says = wrong if first.sampler == "DistributedSampler" else warning
-            facts = {"names": names, "at": first.at, "sampler": first.sampler}
+            facts = {"names": names, "at": first.source_line, "sampler": first.sampler}
             rows.append(says(NAME, Says.FIELDS_DIFFER, **facts))
     return rows
 

@@ -36,8 +36,8 @@ def row_of(ddp: DDPRecord, rank: RankRecord) -> ReportRow:
     if not missing:
         return right(NAME, Says.PARAMETERS_HELD, parameters=total)
     if len(missing) == total and ddp.forwards:
-        optimizers = [optimizer.at for optimizer in rank.optimizers]
-        return wrong(NAME, Says.NO_PARAMETER_HELD, optimizers=optimizers, at=ddp.at)
+        optimizers = [optimizer.source_line for optimizer in rank.optimizers]
+        return wrong(NAME, Says.NO_PARAMETER_HELD, optimizers=optimizers, at=ddp.source_line)
     facts = {"missing": len(missing), "parameters": total, "names": missing}
     return warning(NAME, Says.PARAMETERS_MISSING, **facts)
 

@@ -34,7 +34,7 @@ def judge(seen: Seen) -> list[ReportRow]:
 def lines_of(rank: RankRecord) -> list[tuple[str, str]]:
     """The place and the text, without its numbers, of each line that a rank prints."""
     lines = [line for line in rank.printed if line.steps_before and line.on_terminal]
-    return [(line.at, NUMBER.sub("#", line.text)) for line in lines]
+    return [(line.source_line, NUMBER.sub("#", line.text)) for line in lines]
 
 
 PLANTED = (

@@ -181,7 +181,7 @@ def row_of_data_set(records: list[RankRecord], epochs: list[list[LoaderPass]]) -
     if not compared_by_index(passes):
         return row_by_content(records, epochs, are_split)
     if are_split:
-        return right(NAME, Says.ROWS_SPLIT, at=passes[0].at, sampler=passes[0].sampler)
+        return right(NAME, Says.ROWS_SPLIT, at=passes[0].source_line, sampler=passes[0].sampler)
     by_epoch = [
         row_by_index(records, ranks_passes, number)
         for number, ranks_passes in enumerate(epochs, start=1)
@@ -272,7 +272,7 @@ def facts_by_content(passes: list[LoaderPass]) -> dict[str, Any]:
     if not first.is_stream and same_dataset(passes):
         kind = phrase("{sampler} is too long to list", sampler=first.sampler)
     seen = len(first.checksums)
-    return {"at": first.at, "sampler": first.sampler, "kind": kind, "seen": seen}
+    return {"at": first.source_line, "sampler": first.sampler, "kind": kind, "seen": seen}
 
 
 def draw_alike(passes: list[LoaderPass]) -> bool:

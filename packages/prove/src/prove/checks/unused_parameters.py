@@ -44,7 +44,8 @@ def judge_end(seen: Seen) -> list[ReportRow]:
         return []
     unused = [name for ddp in stopped[0].ddps for name in ddp.not_in_last_step]
     facts = {
-        "ranks": [rank.rank for rank in stopped], "steps": stopped[0].step_count, "at": error.at,
+        "ranks": [rank.rank for rank in stopped], "steps": stopped[0].step_count,
+        "at": error.source_line,
         "names": phrase(" ({names})", names=unused) if unused else phrase(""),
     }  # fmt: skip
     return [wrong(NAME, Says.REDUCTION_UNFINISHED, **facts)]
@@ -69,7 +70,7 @@ def judge_steps(seen: Seen) -> list[ReportRow]:
             facts = {
                 "names": parameter_names(step.optimizer, numbers),
                 "ranks": [rank for rank, has_none in enumerate(mixed) if not has_none],
-                "step": step.number, "at": step.at,
+                "step": step.number, "at": step.source_line,
             }  # fmt: skip
             return [warning(NAME, Says.PARAMETERS_OF_SOME, **facts)]
     return []

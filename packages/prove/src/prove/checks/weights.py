@@ -51,7 +51,9 @@ def judge(seen: Seen) -> list[ReportRow]:
         return [not_seen(NAME, Says.MODEL_IS_DIVIDED)]
     if not seen.steps:
         return []
-    weights = [each for each in held_weights(seen.records, seen.steps) if each.moved or each.at]
+    weights = [
+        each for each in held_weights(seen.records, seen.steps) if each.moved or each.source_line
+    ]
     differing = [each for each in weights if each.differs_at]
     if not differing:
         return [right(NAME, Says.WEIGHTS_ALIKE, steps=len(seen.steps))]
@@ -61,7 +63,7 @@ def judge(seen: Seen) -> list[ReportRow]:
     shown = [each for each in shown if each.differs_at[0] == first]
     after = phrase("after step {step}", step=first)
     facts = {
-        "apart": len(shown), "tensors": len(weights), "at": shown[0].at, "step": first,
+        "apart": len(shown), "tensors": len(weights), "at": shown[0].source_line, "step": first,
         "names": [each.name for each in shown],
         "when": after if first else phrase("before the first step"),
     }  # fmt: skip
@@ -80,7 +82,7 @@ class HeldWeights(NamedTuple):
 
     name: str
     in_ddp: bool
-    at: str  # of its first step
+    source_line: str  # of its first step
     held: list[tuple[int, tuple[Projection, ...]]]
     unfrozen: str = ""  # where the DDP was made that found it frozen, and so does not average it
 
@@ -104,7 +106,7 @@ class HeldWeights(NamedTuple):
 def held_weights(records: list[RankRecord], steps: list[StepOfRanks]) -> list[HeldWeights]:
     """List what the ranks hold of each parameter of a trained module between two batches; if none
     of these moves, what the optimizers hold after each step."""
-    places = {key: step.at for step in reversed(steps) for key in step.optimizer.keys}
+    places = {key: step.source_line for step in reversed(steps) for key in step.optimizer.keys}
     in_ddp = {key for ddp in records[0].ddps for key in ddp.keys}
     unfrozen = unfrozen_parameters(records[0])
     common = sorted(set.intersection(*({*rank.weights} for rank in records)))
@@ -126,7 +128,7 @@ def held_weights(records: list[RankRecord], steps: list[StepOfRanks]) -> list[He
 
 def unfrozen_parameters(first: RankRecord) -> dict[str, str]:
     """Where the DDP was made that found each of them frozen, by their keys."""
-    return {key: ddp.at for ddp in first.ddps for key in ddp.unfrozen}
+    return {key: ddp.source_line for ddp in first.ddps for key in ddp.unfrozen}
 
 
 def held_by_optimizers(steps: list[StepOfRanks], known: set[str]) -> list[HeldWeights]:
@@ -139,7 +141,7 @@ def held_by_optimizers(steps: list[StepOfRanks], known: set[str]) -> list[HeldWe
             if optimizer.keys[number] in known:
                 continue
             begin = [(step.number - 1, before[number])]
-            fresh = HeldWeights(name, number not in optimizer.outside_ddp, step.at, begin)
+            fresh = HeldWeights(name, number not in optimizer.outside_ddp, step.source_line, begin)
             own = found.setdefault((id(optimizer), number), fresh)
             own.held.append((step.number, after[number]))
     return list(found.values())

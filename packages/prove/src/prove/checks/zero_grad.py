@@ -23,7 +23,11 @@ def judge(seen: Seen) -> list[ReportRow]:
     kept = steps_with_old_gradients(seen.steps)
     if not kept or seen.rows_of(averaged_gradients.CHECK):
         return []
-    return [wrong(NAME, Says.GRADIENTS_KEPT, steps=len(kept), step=kept[0].number, at=kept[0].at)]
+    return [
+        wrong(
+            NAME, Says.GRADIENTS_KEPT, steps=len(kept), step=kept[0].number, at=kept[0].source_line
+        )
+    ]
 
 
 PLANTED = (

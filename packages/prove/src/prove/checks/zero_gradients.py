@@ -21,7 +21,7 @@ def judge(seen: Seen) -> list[ReportRow]:
     norms = [gradient[1] for step in steps for gradient in step.gradients if gradient]
     if not norms or any(norm != 0 for norm in norms):  # also if it is not a number
         return []
-    return [wrong(NAME, Says.ZERO_GRADIENTS, at=steps[0].at)]
+    return [wrong(NAME, Says.ZERO_GRADIENTS, at=steps[0].source_line)]
 
 
 PLANTED = (

@@ -27,7 +27,7 @@ from prove.judge.distances import (
     weights_are_finite,
     weights_differ,
 )
-from prove.judge.place import place_of_difference, place_of_loss
+from prove.judge.place import first_difference, source_line_of_loss
 from prove.judge.reasons import Phrase, Reason
 from prove.judge.replay import Precision, Replay
 from prove.judge.replay_reasons import ReplayReason
@@ -123,8 +123,8 @@ class Comparer:
         return Comparison(Outcome.TOO_CLOSE, reason, facts | {"advice": self.advice})
 
     @property
-    def at(self) -> str:
-        return self.optimizer.steps[0].at
+    def source_line(self) -> str:
+        return self.optimizer.steps[0].source_line
 
     def comparable_steps(self) -> list[tuple[OptimizerStep, OptimizerStep]]:
         """Pair the steps of all ranks with those of one, until local batches differ in size."""
@@ -159,8 +159,8 @@ class Comparer:
     def compare_by_gradient(
         self, apart: float, ranks_gradient: Tensor, one_gradient: Tensor
     ) -> Comparison:
-        at = place_of_loss(self.replay) or self.at
-        facts = {"apart": apart, "step": 1, "at": at, "place": place_of_difference(self.replay)}
+        at = source_line_of_loss(self.replay) or self.source_line
+        facts = {"apart": apart, "step": 1, "at": at, "place": first_difference(self.replay)}
         if apart <= self.wrong_from:
             return self.too_close(facts)
         return self.cause_of_other_gradient(ranks_gradient, one_gradient, facts)
@@ -197,7 +197,7 @@ class Comparer:
             states += self.states_after_last_step()
         states = [*takewhile(lambda state: all(map(are_finite, state)), states)]
         by_step = apart_by_step(states)
-        facts: dict[str, Any] = {"apart": apart, "steps": len(by_step), "at": self.at}
+        facts: dict[str, Any] = {"apart": apart, "steps": len(by_step), "at": self.source_line}
         if len(by_step) < FEWEST_STEPS:
             return not_compared(ReplayReason.TOO_FEW_STEPS, **facts)
         first = max(list(by_step.values())[:FIRST_STEPS])
@@ -267,14 +267,14 @@ class Comparer:
                 )
             return not_compared(ReplayReason.OTHER_PARAMETERS)
         if kinds := replay.rank_0_record.not_comparable or replay.one_rank_record.not_comparable:
-            return not_compared(ReplayReason.TENSOR_KIND, kinds=kinds, at=self.at)
+            return not_compared(ReplayReason.TENSOR_KIND, kinds=kinds, at=self.source_line)
         if not self.gradients:
             return not_compared(ReplayReason.NO_GRADIENTS)
         if Flag.BATCHNORM_ROWS_UNKNOWN in replay.one_rank_record.flags:
             return not_compared(ReplayReason.BATCHNORM_ROWS)
         if max(map(precision, self.dtypes)) > COARSEST:
             kinds = sorted(map(str, self.dtypes))
-            return not_compared(ReplayReason.TENSOR_KIND, kinds=kinds, at=self.at)
+            return not_compared(ReplayReason.TENSOR_KIND, kinds=kinds, at=self.source_line)
         if self.dtypes != {pair.dtypes[1] for pair in self.gradients}:
             one_has = sorted({str(pair.dtypes[1]) for pair in self.gradients})
             ranks_have = sorted(map(str, self.dtypes))
@@ -287,13 +287,13 @@ class Comparer:
             tensor for pair in self.gradients for tensor in (pair.ranks_gradient, pair.one_gradient)
         ]
         if not all(bool(tensor.isfinite().all()) for tensor in both):
-            return not_compared(ReplayReason.NOT_FINITE, step=1, at=self.at)
+            return not_compared(ReplayReason.NOT_FINITE, step=1, at=self.source_line)
         length = max(float(tensor.norm()) for tensor in both)
         later = any(has_gradient(step) for pair in self.steps for step in pair)
         if length == 0 and not later:
             return not_compared(ReplayReason.NOTHING_TO_COMPARE)
         if 0 < length < SMALLEST_LENGTH:
-            return not_compared(ReplayReason.TOO_SHORT, length=length, at=self.at)
+            return not_compared(ReplayReason.TOO_SHORT, length=length, at=self.source_line)
         return None
 
     def cause_of_other_gradient(
@@ -341,7 +341,7 @@ class Comparer:
 
     def compare_weights(self, apart: float) -> Comparison:
         """Compare the weights after the last step with those of one rank."""
-        facts = {"apart": apart, "at": self.at, "limit": self.limit}
+        facts = {"apart": apart, "at": self.source_line, "limit": self.limit}
         if not self.steps:
             return Comparison(Outcome.EQUAL, ReplayReason.FIRST_GRADIENT_EQUAL, facts)
         steps = list(takewhile(weights_are_finite, self.steps))
@@ -388,9 +388,9 @@ class Comparer:
             change = distance(ranks_step.weights_after, self.steps[0][0].weights_before)
             if before > self.wrong_from * change:
                 return Comparison(Outcome.DIFFERENT, ReplayReason.WEIGHTS_CHANGED_BETWEEN, facts)
-            facts |= {"at": place_of_loss(self.replay) or self.at}
+            facts |= {"at": source_line_of_loss(self.replay) or self.source_line}
             return Comparison(Outcome.DIFFERENT, ReplayReason.LATER_GRADIENT_DIFFERS, facts)
-        facts |= {"batch": ranks_step.batch, "other": one_step.batch, "at": ranks_step.at}
+        facts |= {"batch": ranks_step.batch, "other": one_step.batch, "at": ranks_step.source_line}
         return Comparison(Outcome.MEANT_SO, ReplayReason.OTHER_BATCH, facts)
 
     def cause_of_other_weights(
@@ -454,7 +454,7 @@ def comparisons(replay: Replay) -> list[Comparison]:
         ]
     if all(each.reason in OF_OTHER_PARAMETERS for each in compared):
         compared_outputs = compare_by_model(
-            replay, compared[0].facts.get("at", optimizers[numbers[0]].at)
+            replay, compared[0].facts.get("at", optimizers[numbers[0]].source_line)
         )
         compared = [compared_outputs] if compared_outputs else compared
     is_zero = [each.reason == ReplayReason.NOTHING_TO_COMPARE for each in compared]

@@ -72,7 +72,7 @@ def state_of(rank: RankRecord, hang: bool) -> dict[str, Any]:
         words = "rank {rank} loses its connection at {at}"
         if error_is(rank, OTHER_MESSAGE):
             words = "rank {rank} gets the message of another collective at {at}"
-        return phrase(words, rank=number, at=rank.error.at)
+        return phrase(words, rank=number, at=rank.error.source_line)
     if rank.ended != Ended.NOT_YET:
         return phrase(
             "rank {rank} has ended after {steps} steps", rank=number, steps=rank.step_count
@@ -80,10 +80,10 @@ def state_of(rank: RankRecord, hang: bool) -> dict[str, Any]:
     if not hang:  # its process was killed; where it was in its last call is all that is known
         last = rank.collectives[-1] if rank.collectives else NO_CALL
         words = "the process of rank {rank} ended in {name} at {at}"
-        return phrase(words, rank=number, name=last.name, at=last.at)
+        return phrase(words, rank=number, name=last.name, at=last.source_line)
     if call := rank.progress.collective or rank.progress.waits_in:
         words = "rank {rank} waits in {name} at {at}"
-        return phrase(words, rank=number, name=call.name, at=call.at)
+        return phrase(words, rank=number, name=call.name, at=call.source_line)
     words = "rank {rank} waits in its own code at {at}"
     if rank.progress.in_backward:
         words = "rank {rank} waits in backward at {at}"
@@ -91,7 +91,7 @@ def state_of(rank: RankRecord, hang: bool) -> dict[str, Any]:
         words = "rank {rank} waits for data, or for an import, at {at}"
     elif rank.progress.in_ddp:
         words = "rank {rank} waits in DDP's forward at {at}"
-    return phrase(words, rank=number, at=rank.progress.at)
+    return phrase(words, rank=number, at=rank.progress.source_line)
 
 
 def what_ranks_do(outcome: RunOutcome) -> str:
@@ -107,7 +107,7 @@ def error_of(outcome: RunOutcome) -> str:
         key=lambda rank: (error_is(rank, LOST_CONNECTION), rank.error and rank.error.seconds)
     )
     if failed and (error := failed[0].error):
-        return f"{error.kind} at {error.at}: {' '.join(error.message.split())[:MOST_CHARACTERS]}"
+        return f"{error.kind} at {error.source_line}: {' '.join(error.message.split())[:MOST_CHARACTERS]}"
     lines = [line.strip() for line in outcome.log.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|error:", line)]
     ranks_errors = [line for line in errors if not line.startswith(LAUNCHER)]

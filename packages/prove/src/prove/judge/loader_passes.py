@@ -59,8 +59,8 @@ def epochs_of_data_set(records: list[RankRecord]) -> list[list[LoaderPass]]:
 def place_of(loader_pass: LoaderPass, number: int) -> str | dict[str, Any]:
     """Say where the loader of a pass was made; number: of the pass over its data set."""
     if number == 1:
-        return loader_pass.at
-    return phrase("{at} in pass {number} over it", at=loader_pass.at, number=number)
+        return loader_pass.source_line
+    return phrase("{at} in pass {number} over it", at=loader_pass.source_line, number=number)
 
 
 def same_on_all_ranks(passes: list[LoaderPass], *fields: str) -> bool:

@@ -14,7 +14,7 @@ def original_epoch_rows(records: list[RankRecord], original: RankRecord) -> list
     if not passes or not passes_of_original:
         return []
     compared = (passes_of_original[0], *passes[0])
-    unknown = [each.at for each in compared if each.batches_and_samples is None]
+    unknown = [each.source_line for each in compared if each.batches_and_samples is None]
     if unknown:
         return [not_seen(check, ReplayReason.ORIGINAL_WITHOUT_LENGTH, at=unknown[0])]
     known = [epoch for each in compared if (epoch := each.batches_and_samples)]
@@ -24,7 +24,7 @@ def original_epoch_rows(records: list[RankRecord], original: RankRecord) -> list
     lengths = {
         "samples": samples, "batches": batches, "world_size": len(records),
         "samples_of_original": samples_of_original, "batches_of_original": batches_of_original,
-        "at": passes[0][0].at,
+        "at": passes[0][0].source_line,
     }  # fmt: skip
     if samples < samples_of_original:
         return [warning(check, ReplayReason.ORIGINAL_HAS_MORE_SAMPLES, **lengths)]

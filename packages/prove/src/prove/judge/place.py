@@ -10,7 +10,7 @@ from prove.rank_record import LayerOutput, Mode
 LIMIT = 1e-6  # of the largest value
 
 
-def place_of_difference(replay: Replay) -> dict[str, Any]:
+def first_difference(replay: Replay) -> dict[str, Any]:
     """A phrase that ends the sentence: the first layer that differs, or that none does."""
     if replay.name == Mode.SEQUENCE:  # its layers are called more often
         return phrase(Phrase.NOTHING)
@@ -45,7 +45,7 @@ def are_apart(ranks_outputs: list[LayerOutput], one_output: LayerOutput) -> bool
     )
 
 
-def place_of_loss(replay: Replay) -> str:
+def source_line_of_loss(replay: Replay) -> str:
     """The line that computes the first loss, or else that of its backward; empty: not known."""
     backwards = replay.rank_0_record.backwards
-    return (backwards[0].loss_at or backwards[0].at) if backwards else ""
+    return (backwards[0].loss_source_line or backwards[0].source_line) if backwards else ""

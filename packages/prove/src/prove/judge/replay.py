@@ -136,7 +136,7 @@ class Replay:
         later = bool(ranks_batches and one_batches) and one_batches[0] > ranks_batches[0]
         return later or backwards_of_one >= backwards * len(self.records) > 0
 
-    def places_of_draws(self, finding: Finding) -> list[str]:
+    def source_lines_of_draws(self, finding: Finding) -> list[str]:
         """List the places of draws of which this was found, in any of the runs."""
         records = [*self.records, self.one_rank_record]
         places = [place for record in records for place in record.draws.get(finding, [])]

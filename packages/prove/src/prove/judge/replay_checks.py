@@ -27,7 +27,7 @@ class Reproduction(NamedTuple):
     apart: float  # the farthest of all gradients, in units of their length
     rank: int
     step: int
-    at: str
+    source_line: str
 
 
 def reproduction(
@@ -48,7 +48,7 @@ def reproduction(
                     change = distance(step.weights_after, step.weights_before) or 1.0
                     new = distance(step.weights_after, step_again.weights_after) / change
                 if new > apart.apart:
-                    apart = Reproduction(new, own.rank, n, step.at)
+                    apart = Reproduction(new, own.rank, n, step.source_line)
     return apart
 
 
@@ -83,7 +83,7 @@ def unsure_draws(replay: Replay) -> Comparison | None:
         Finding.NOT_MATCHED: ReplayReason.DRAWS_NOT_MATCHED,
     }
     for finding, reason in reasons.items():
-        if places := replay.places_of_draws(finding):
+        if places := replay.source_lines_of_draws(finding):
             return not_compared(reason, places=places)
     return None
 
@@ -150,20 +150,20 @@ def by_statistics(replay: Replay, comparison: Comparison) -> Comparison:
         return comparison
     first, ranks_statistics = statistics[0], [record.statistics for record in replay.records]
     values = [each.value for own in ranks_statistics for each in own if each.tag == first.tag]
-    facts = comparison.facts | {"name": first.name, "at": first.at, "values": values}
+    facts = comparison.facts | {"name": first.name, "at": first.source_line, "values": values}
     return Comparison(Outcome.DIFFERENT, ReplayReason.STATISTICS_BY_RANK, facts)
 
 
 def missing_before_a_later_epoch(replay: Replay) -> dict[str, Any] | None:
     """What the ranks did between two epochs, and one rank may have done otherwise."""
-    if places := replay.places_of_draws(Finding.BETWEEN):
+    if places := replay.source_lines_of_draws(Finding.BETWEEN):
         return phrase(Phrase.DRAWN_BETWEEN, places=places)
     passes = replay.rank_0_record.loader_passes
     trained = {each.dataset_number for each in passes if each.step_count}
     for each in passes:
         is_cut = not each.with_gradients and not each.ended and each.batches_given
         if is_cut and each.dataset_number in trained:
-            return phrase(Phrase.READ_BETWEEN, at=each.at)
+            return phrase(Phrase.READ_BETWEEN, at=each.source_line)
     return None
 
 
@@ -179,9 +179,9 @@ def draws_not_given(replay: Replay, rows: list[ReportRow]) -> Comparison | None:
 def draw_rows(replay: Replay) -> list[ReportRow]:
     """What the ranks draw inside a step."""
     rows = decision_rows(replay)
-    same = replay.places_of_draws(Finding.SAME_NOISE)
+    same = replay.source_lines_of_draws(Finding.SAME_NOISE)
     of_dropout = replay.rank_0_record.dropout  # it has a row of its own
-    by_sample = [at for at in replay.places_of_draws(Finding.BY_SAMPLE) if at not in same]
+    by_sample = [at for at in replay.source_lines_of_draws(Finding.BY_SAMPLE) if at not in same]
     if places := [at for at in same if at not in of_dropout]:
         rows.append(warning(ProofRow.RANDOM_NUMBERS, ReplayReason.SAME_NOISE, places=places))
     elif places := by_sample:
@@ -192,12 +192,12 @@ def draw_rows(replay: Replay) -> list[ReportRow]:
 def decision_rows(replay: Replay) -> list[ReportRow]:
     """What each rank draws once for its whole batch: a share, as mixup's, or where to branch? Only
     the name of the distribution can tell."""
-    check, places = ProofRow.RANDOM_DECISIONS, replay.places_of_draws(Finding.DECISION)
+    check, places = ProofRow.RANDOM_DECISIONS, replay.source_lines_of_draws(Finding.DECISION)
     names: dict[str, set[str]] = {}
     for key in replay.batch_decisions:
-        names.setdefault(key.at, set()).add(key.name)
+        names.setdefault(key.source_line, set()).add(key.name)
     shares = [at for at in places if names.get(at) and names[at] <= DRAWS_OF_SHARES]
-    agreed_first = replay.places_of_draws(Finding.COMMON)
+    agreed_first = replay.source_lines_of_draws(Finding.COMMON)
     agreed = [at for at in places if at not in shares and at in agreed_first]
     decided = [at for at in places if at not in shares and at not in agreed_first]
     rows = []
@@ -250,8 +250,8 @@ def why_not_replayed(replay: Replay) -> Comparison | None:
     error, record = replay.one_rank_record.error, replay.one_rank_record
     if error is not None:
         if error.kind == "CannotMergeError":
-            return not_compared(ReplayReason.CANNOT_MERGE, what=error.message, at=error.at)
-        facts = {"kind": error.kind, "at": error.at, "message": error.message[:160]}
+            return not_compared(ReplayReason.CANNOT_MERGE, what=error.message, at=error.source_line)
+        facts = {"kind": error.kind, "at": error.source_line, "message": error.message[:160]}
         steps = [step for optimizer in replay.rank_0_record.optimizers for step in optimizer.steps]
         in_float64 = any(step.dtype in FLOAT64 for step in steps)
         return not_compared(reason_of_failure(error, in_float64), **facts)

@@ -83,7 +83,7 @@ def rows_of_one_cycle(rank: RankRecord) -> list[ReportRow]:
             continue
         epochs = record.total_steps / steps
         facts = {
-            "total": record.total_steps, "steps": steps, "epochs": epochs, "at": record.at,
+            "total": record.total_steps, "steps": steps, "epochs": epochs, "at": record.source_line,
             "more": record.total_steps + 1, "run": math.ceil(epochs),
         }  # fmt: skip
         return [warning(CHECK, ReplayReason.ONE_CYCLE_ENDS_EARLY, **facts)]
@@ -145,7 +145,7 @@ def row_of_length(
         "batches": round(ranks_schedule.batches), "batches_of_one": round(one_schedule.batches),
         "epoch": ranks_schedule.batches_per_epoch, "epoch_of_one": one_schedule.batches_per_epoch,
         "epochs": ranks_schedule.epochs, "epochs_of_one": one_schedule.epochs,
-        "world_size": world_size, "at": ranks_schedule.record.at,
+        "world_size": world_size, "at": ranks_schedule.record.source_line,
     }  # fmt: skip
     if abs(lengths / epochs - 1) < LENGTH_TOLERANCE:
         rates = ranks_schedule.record.highest_rate, one_schedule.record.highest_rate
@@ -164,7 +164,7 @@ def compare_rates(replay: Replay) -> list[ReportRow]:
     """The learning rates that the script gives one rank, at the same steps."""
     rank_0_record, one_rank_record = replay.rank_0_record, replay.one_rank_record
     steps = [
-        (*pair, phrase(Phrase.AT_STEP, step=n, at=pair[0].at))
+        (*pair, phrase(Phrase.AT_STEP, step=n, at=pair[0].source_line))
         for number in range(min(len(rank_0_record.optimizers), len(one_rank_record.optimizers)))
         for n, pair in enumerate(replay.steps(number), start=1)
     ]

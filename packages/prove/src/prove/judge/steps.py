@@ -29,8 +29,8 @@ class StepOfRanks:
         return [number for number, held in numbered if None not in held and differ(held, limit)]
 
     @property
-    def at(self) -> str:
-        return self.steps[0].at
+    def source_line(self) -> str:
+        return self.steps[0].source_line
 
 
 def differ(projections: Sequence[Projection], limit: float = 1e-5) -> bool:
@@ -80,5 +80,5 @@ def differing_statistic(records: list[RankRecord]) -> dict[str, Any] | None:
     for each in records[0].statistics:
         values = [own[each.tag] for own in numbers if each.tag in own]
         if len(values) == len(records) and max(values) - min(values) > 1e-6 * max(map(abs, values)):
-            return {"name": each.name, "at": each.at, "values": values}
+            return {"name": each.name, "at": each.source_line, "values": values}
     return None

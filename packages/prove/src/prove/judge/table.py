@@ -87,10 +87,10 @@ def not_seen(check: str, reason: Reason, **facts: Any) -> ReportRow:
     return ReportRow(NOT_SEEN, check, reason, facts)
 
 
-def place_of_page() -> str:
+def path_of_page() -> str:
     """The path of the page of cures, from the user's folder if it lies in it."""
-    place = os.path.relpath(PAGE)
-    return str(PAGE) if place.startswith("..") else place
+    path = os.path.relpath(PAGE)
+    return str(PAGE) if path.startswith("..") else path
 
 
 def format_table(rows: list[ReportRow]) -> str:
@@ -106,7 +106,7 @@ def format_table(rows: list[ReportRow]) -> str:
             continue
         cure = textwrap.wrap(f"-> {row.cure}", WIDTH - len(INDENT), subsequent_indent="   ")
         if row.link:
-            link = f"({place_of_page()}#{row.link})"
+            link = f"({path_of_page()}#{row.link})"
             fits = len(f"{INDENT}{cure[-1]}  {link}") <= WIDTH
             cure[-1:] = [f"{cure[-1]}  {link}"] if fits else [cure[-1], f"   {link}"]
         lines += [INDENT + line for line in cure]

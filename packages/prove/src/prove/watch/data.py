@@ -26,7 +26,7 @@ from prove.watch.batches import (
 from prove.watch.draws import Draws
 from prove.watch.feeder import Feeder
 from prove.watch.model import ModelWatcher
-from prove.watch.rank_run import RankRun, save_tensors, where, wrap
+from prove.watch.rank_run import RankRun, save_tensors, source_line, wrap
 
 EPOCHS = 3  # after which the run ends
 MOST_INDICES = 2_000_000  # more are not listed: a sampler may have no end
@@ -163,7 +163,7 @@ class LoaderWatcher:
 
     def note_made(self, loader: Any) -> None:
         object.__setattr__(loader, "prove_number", len(self.places))
-        self.places.append(where())
+        self.places.append(source_line())
         for tell in self.run.events.loaders_made:
             tell(loader, self.places[-1])
 
@@ -221,7 +221,7 @@ class LoaderWatcher:
         loader_pass = LoaderPass(
             number=len(record.loader_passes),
             loader_number=loader.prove_number,
-            at=self.places[loader.prove_number],
+            source_line=self.places[loader.prove_number],
             sampler=sampler,
             shuffle=shuffle,
             workers=loader.num_workers,
@@ -249,7 +249,7 @@ class LoaderWatcher:
         """
         if torch.is_grad_enabled():
             for earlier in self.run.record.loader_passes:
-                is_same_place = earlier.at == self.places[loader.prove_number]
+                is_same_place = earlier.source_line == self.places[loader.prove_number]
                 is_made_again = is_same_place and earlier.loader_number != loader.prove_number
                 if is_made_again and earlier.with_gradients and earlier.dataset_length == length:
                     return earlier.dataset_number
@@ -334,7 +334,7 @@ class LoaderWatcher:
         try:
             frozen = freeze(batch.batch)
         except Exception as error:  # whatever a class of the script's raises when it is pickled
-            text = f"a batch of {loader_pass.at} cannot be pickled: {error}"
+            text = f"a batch of {loader_pass.source_line} cannot be pickled: {error}"
             self.run.record.why_not_kept = text[:200]
             return
         kept = RecordedBatch(size, batch.file, frozen)

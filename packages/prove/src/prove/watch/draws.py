@@ -18,7 +18,7 @@ from torch import Tensor
 from prove import random_state
 from prove.rank_record import Draw, DrawKey, Finding, Mode, OneDraw, ReplayVariant
 from prove.watch.batches import CannotMergeError, are_equal, interleave, order_of_rows
-from prove.watch.rank_run import RankRun, where
+from prove.watch.rank_run import RankRun, source_line
 
 MOST_BYTES = 2_000_000_000  # of one rank's draws
 DRAWS_WITHOUT_TAG = {"random_", "random", "binomial", "_sample_dirichlet", "feature_dropout"}
@@ -46,7 +46,7 @@ def without_places(kept: dict) -> dict:
     calls: Counter = Counter()
     renamed = {}
     for key, value in kept.items():
-        unplaced = key._replace(at="", number=0)
+        unplaced = key._replace(source_line="", number=0)
         renamed[unplaced._replace(number=calls[unplaced])] = value
         calls[unplaced] += 1
     return renamed
@@ -154,7 +154,7 @@ class Draws:
         It may do so for the next epoch, and its state cannot be restored.
         """
         if self.run.record.step_count and not self.is_loading and not self.run.written:
-            self.note_finding(Finding.BETWEEN, where())
+            self.note_finding(Finding.BETWEEN, source_line())
 
     def note_states(self) -> None:
         self.states = random_state.state_digests()
@@ -163,15 +163,15 @@ class Draws:
         """Note a draw that we did not see since the last one; return the digests of the states."""
         states = random_state.state_digests()
         if self.active and self.states and states != self.states:
-            self.note_finding(Finding.ESCAPED, f"before {where()}")
+            self.note_finding(Finding.ESCAPED, f"before {source_line()}")
         return states
 
     def next_key(self, name: str) -> DrawKey:
         """The key of the next draw by this function at this place in the script."""
         # The script for one GPU has other lines, so there only the order counts.
-        at = "" if self.run.settings.mode == Mode.ORIGINAL else where()
-        self.calls[name, at] += 1
-        return DrawKey(self.batch, at, name, self.calls[name, at] - 1)
+        line = "" if self.run.settings.mode == Mode.ORIGINAL else source_line()
+        self.calls[name, line] += 1
+        return DrawKey(self.batch, line, name, self.calls[name, line] - 1)
 
     def record_or_replay_operation(self, function: Any, args: tuple, kwargs: dict) -> Any:
         """Call an operation of torch that may draw; a replay overwrites what it has drawn."""
@@ -182,12 +182,12 @@ class Draws:
             return result  # attention has the tag of a draw, but without dropout draws nothing
         name = function.overloadpacket.__name__.rstrip("_")
         if any(part in name for part in KERNELS_THAT_DRAW):
-            self.note_finding(Finding.OPAQUE, f"{name} at {where()}")
+            self.note_finding(Finding.OPAQUE, f"{name} at {source_line()}")
             return result
         is_fused = name == "native_dropout"  # its first result also depends on its input
         drawn = result[1] if is_fused else result
         if not isinstance(drawn, Tensor):
-            self.note_finding(Finding.OPAQUE, f"{name} at {where()}")
+            self.note_finding(Finding.OPAQUE, f"{name} at {source_line()}")
             return result
         arguments = [argument for argument in (*args, *kwargs.values()) if is_number(argument)]
         answer = self.record_or_answer(self.next_key(name), drawn.detach().clone(), arguments)
@@ -221,7 +221,7 @@ class Draws:
             self.bytes_recorded += value.nbytes
         if self.bytes_recorded > MOST_BYTES:
             self.recorded.clear()
-            self.note_finding(Finding.TOO_MANY, key.at)
+            self.note_finding(Finding.TOO_MANY, key.source_line)
         else:
             self.recorded[key] = Draw(value, draw.arguments)
 
@@ -234,7 +234,7 @@ class Draws:
         if isinstance(forced, OneDraw) and isinstance(drawn, Tensor):
             if forced.row.shape == drawn.select(forced.dim, 0).shape:
                 return forced.row.unsqueeze(forced.dim).expand_as(drawn).to(drawn.dtype)
-            self.note_finding(Finding.NOT_MATCHED, key.at)
+            self.note_finding(Finding.NOT_MATCHED, key.source_line)
             return None
         if isinstance(forced, Draw):
             return forced.value
@@ -245,11 +245,11 @@ class Draws:
             return per_sample[0]
         draws = [draw for own in self.draws_of_ranks if (draw := own.get(key)) is not None]
         if not draws or len(draws) < len(self.draws_of_ranks):
-            self.note_finding(Finding.NOT_MATCHED, key.at)
+            self.note_finding(Finding.NOT_MATCHED, key.source_line)
             if draws and not all(
                 any(other[:3] == key[:3] for other in own) for own in self.draws_of_ranks
             ):
-                self.note_finding(Finding.OTHER_SHARES, key.at)
+                self.note_finding(Finding.OTHER_SHARES, key.source_line)
             return None
         return self.answer_from_ranks(key, drawn, arguments, draws)
 
@@ -261,19 +261,21 @@ class Draws:
             return self.draw_of_batch(key, arguments, draws)
         dim = self.dim_of_samples(drawn, [draw.value for draw in draws])
         if dim is None:
-            self.note_finding(Finding.NOT_MATCHED, key.at)
+            self.note_finding(Finding.NOT_MATCHED, key.source_line)
             return None
         return self.interleaved_draws(key, dim, drawn, draws, arguments)
 
     def draw_of_batch(self, key: DrawKey, arguments: list, draws: list[Draw]) -> Any:
         """Return rank 0's draw, where each rank has drawn once for its whole batch."""
         if any(draw.arguments != arguments for draw in draws):
-            self.note_finding(Finding.NOT_MATCHED, key.at)  # they may draw a place in the batch
+            self.note_finding(
+                Finding.NOT_MATCHED, key.source_line
+            )  # they may draw a place in the batch
             return None
         values = [draw.value for draw in draws]
         are_tensors = all(isinstance(value, Tensor) for value in values)
         alike = all_equal(values) if are_tensors else len({*map(repr, values)}) == 1
-        self.note_finding(Finding.COMMON if alike else Finding.DECISION, key.at)
+        self.note_finding(Finding.COMMON if alike else Finding.DECISION, key.source_line)
         if not alike:
             self.batch_decisions[key] = draws[0]
         return values[0]
@@ -297,10 +299,10 @@ class Draws:
             if draw.arguments != arguments:  # is it because they name the size of the batch?
                 names = with_size_named(draw.arguments, size)
                 if names != with_size_named(arguments, sum(self.sizes)):
-                    self.note_finding(Finding.NOT_MATCHED, key.at)
+                    self.note_finding(Finding.NOT_MATCHED, key.source_line)
                     ranks_arguments = [own.arguments for own in draws]
                     if any(own != ranks_arguments[0] for own in ranks_arguments):
-                        self.note_finding(Finding.OTHER_SHARES, key.at)
+                        self.note_finding(Finding.OTHER_SHARES, key.source_line)
                     return None
                 of_places = key.name in DRAWS_OF_PLACES
         if of_places:
@@ -308,18 +310,18 @@ class Draws:
         elif dim_alike([value.shape for value in values], dim):
             self.per_sample_draws[key] = OneDraw(dim, values[0].select(dim, 0))
             if len(values) > 1 and values[0].numel() > 1 and all_equal(values):
-                self.note_finding(Finding.SAME_NOISE, key.at)
+                self.note_finding(Finding.SAME_NOISE, key.source_line)
         rows = values[0].shape[dim] // self.sizes[0]
         if rows > 1:
-            self.note_finding(Finding.SEVERAL, key.at)
+            self.note_finding(Finding.SEVERAL, key.source_line)
         in_blocks = rows > 1 and self.run.settings.variant == ReplayVariant.BLOCKS
         try:
             parts = pad_like(values, drawn, dim)
             answer = interleave(parts, self.sizes, dim, rows if in_blocks else 1)
         except CannotMergeError:
-            self.note_finding(Finding.NOT_MATCHED, key.at)
+            self.note_finding(Finding.NOT_MATCHED, key.source_line)
             return None
-        self.note_finding(Finding.BY_SAMPLE, key.at)
+        self.note_finding(Finding.BY_SAMPLE, key.source_line)
         return answer
 
     def finish(self) -> None:
@@ -350,7 +352,7 @@ class Draws:
         shapes = {getattr(value, "shape", None) for values in calls for value in values}
         if shapes != {getattr(drawn, "shape", None)}:  # one line calls several layers
             return None
-        self.calls_by_sample.add((key.name, key.at))
+        self.calls_by_sample.add((key.name, key.source_line))
         rank, sample = order_of_rows(sizes)[key.number]
         return (calls[rank][sample],)
 

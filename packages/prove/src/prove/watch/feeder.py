@@ -37,7 +37,7 @@ from prove.watch.batches import (
 )
 from prove.watch.draws import Draws, without_places
 from prove.watch.model_tensors import parameters_of, tensors_of
-from prove.watch.rank_run import RankRun, where, wrap
+from prove.watch.rank_run import RankRun, source_line, wrap
 
 NO_LOADER = -1  # stands for the number of a pass, where there is no loader
 DROPOUTS = ["dropout", "dropout1d", "dropout2d", "dropout3d"]
@@ -292,7 +292,7 @@ def watch_dropout(run: RankRun) -> None:
 
     def note() -> None:
         if run.joined:
-            run.record.dropout.setdefault(where(), random_state.state_digests()[0])
+            run.record.dropout.setdefault(source_line(), random_state.state_digests()[0])
 
     for name in DROPOUTS:
 

@@ -14,13 +14,13 @@ from prove.rank_record import DataFinding, Mode, Statistic, loop_file, read_reco
 from prove.watch.batches import CannotMergeError, interleave
 from prove.watch.draws import is_number, without_places
 from prove.watch.feeder import Feeder, batch_of_forward
-from prove.watch.rank_run import RankRun, where
+from prove.watch.rank_run import RankRun, source_line
 
 
 class SourceKey(NamedTuple):
     """Names one source, statistic or meeting, so that the same call in a replay finds it."""
 
-    at: str
+    source_line: str
     name: str  # of the function
     number: int  # how many such calls came before it, at this place
 
@@ -91,7 +91,7 @@ class LoopFeeder:
     def check_sequence(self) -> None:
         """Note what cannot be given rank by rank: all that is not called once for each forward."""
         keys = (*self.sources_of_ranks[0], *self.meetings_of_ranks[0])
-        counts = Counter((key.at, key.name) for key in keys)
+        counts = Counter((key.source_line, key.name) for key in keys)
         forwards = max((n for (_, name), n in counts.items() if name.endswith("model")), default=0)
         for (at, _), count in counts.items():
             if count != forwards:
@@ -137,7 +137,7 @@ class LoopFeeder:
 
         Returns what replaces the values, by their ids.
         """
-        at = where()
+        at = source_line()
         meeting = self.meetings_of_ranks[0].get(self.key_of_rank(key))
         if meeting is not None and not meeting.trains:
             return {}
@@ -159,7 +159,7 @@ class LoopFeeder:
 
     def value_of(self, own: Any, column: list, found: list[Meeting], is_input: bool) -> Any:
         """Choose what one rank computes with, and note what may explain a difference."""
-        at, note, sizes = where(), self.watcher.note, [each.size for each in found]
+        at, note, sizes = source_line(), self.watcher.note, [each.size for each in found]
         if len(column) == 1:  # each rank gets its own
             return self.like(own, column[0]) if isinstance(own, Tensor) else own
         statistics = [tag for each in found for tag in each.statistics if tag in self.differing]
@@ -201,7 +201,7 @@ class LoopFeeder:
 
     def check_number(self, own: Any, column: list, sizes: list[int], statistics: list[str]) -> None:
         """Compare a number that scales the loss: it may be the number of samples of one rank."""
-        numbers, value, at = [number_in(each) for each in column], number_in(own), where()
+        numbers, value, at = [number_in(each) for each in column], number_in(own), source_line()
         first = numbers[0]
         if value is None or first is None or any(not are_close(n, first) for n in numbers):
             self.note_difference(statistics, at)

@@ -36,7 +36,7 @@ from prove.watch.rank_run import (
     callers,
     is_user_file,
     save_tensors,
-    where,
+    source_line,
     wrap,
 )
 from prove.watch.steps import StepWatcher
@@ -145,13 +145,13 @@ class LoopWatcher:
         if (self.run.record.step_count + 1, at) not in noted:
             noted.append((self.run.record.step_count + 1, at))
 
-    def next_key(self, name: str, at: str) -> SourceKey:
+    def next_key(self, name: str, line: str) -> SourceKey:
         if (
             self.run.settings.mode == Mode.ORIGINAL
         ):  # that script has other lines: only order counts
-            at = ""
-        self.calls[name, at] += 1
-        return SourceKey(at, name, self.calls[name, at] - 1)
+            line = ""
+        self.calls[name, line] += 1
+        return SourceKey(line, name, self.calls[name, line] - 1)
 
     def tags_of(self, value: Any) -> frozenset:
         return self.tags.get(value, frozenset()) if isinstance(value, Tensor) else frozenset()
@@ -187,7 +187,7 @@ class LoopWatcher:
         return name in MAKES or name in DRAWS or (name in READS and not drops_rows(name, args))
 
     def source(self, name: str, result: Tensor, args: tuple, tensors: list[Tensor]) -> Tensor:
-        at = where()
+        at = source_line()
         if at == "?":
             return result
         key = self.next_key(name, at)
@@ -211,7 +211,7 @@ class LoopWatcher:
         if self.bytes_kept > MOST_BYTES:
             self.sources.clear()
             self.meetings.clear()
-            self.note(DataFinding.TOO_MANY, where())
+            self.note(DataFinding.TOO_MANY, source_line())
 
     def pass_tags_on(self, name: str, result: Any, args: tuple, tensors: list[Tensor]) -> None:
         tags = frozenset().union(*map(self.tags_of, tensors))
@@ -228,7 +228,7 @@ class LoopWatcher:
                 self.tags[part] = tags | self.tags_of(part)
 
     def statistic(self, name: str, results: list[Tensor]) -> str:
-        at = where()
+        at = source_line()
         key = self.next_key(f"statistic {name}", at)
         value = project(results[0])[0]
         self.statistics[key] = Statistic(name, at, key.number, value)
@@ -259,7 +259,7 @@ class LoopWatcher:
         self.note_backward_of(result)
         is_computed = any(isinstance(r, Tensor) and r.grad_fn for r in parts_of((result,), {}))
         if is_computed and random_state.state_digests() != before:
-            self.note(DataFinding.NOT_GIVEN, where())
+            self.note(DataFinding.NOT_GIVEN, source_line())
         return result
 
     def enter_module(self, module: nn.Module, inputs: tuple) -> tuple | None:
@@ -297,7 +297,7 @@ class LoopWatcher:
 
         Returns what replaces the values, by their ids.
         """
-        at = where()
+        at = source_line()
         key = self.next_key(f"meeting {name}", at)
         if self.feeder:
             return self.feeder.match_data(key, values)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from prove.rank_record import Backward, Flag
 from prove.watch.model import ModelWatcher
-from prove.watch.rank_run import RankRun, where, wrap
+from prove.watch.rank_run import RankRun, source_line, wrap
 
 MOST_CALLS = 64
 LOSSES = (
@@ -58,7 +58,7 @@ def watch_backward(run: RankRun, model: ModelWatcher) -> None:
         def loss(original: Callable, *args: Any, **kwargs: Any) -> Any:
             nonlocal loss_at
             if run.record.step_count == 0:
-                loss_at = where()
+                loss_at = source_line()
             return original(*args, **kwargs)
 
     @wrap(Tensor, "backward")
@@ -71,7 +71,7 @@ def watch_backward(run: RankRun, model: ModelWatcher) -> None:
             for tell in run.events.backwards:
                 tell(self)
         if len(run.record.backwards) < MOST_CALLS:
-            run.record.backwards.append(Backward(where(), run.record.step_count, loss_at))
+            run.record.backwards.append(Backward(source_line(), run.record.step_count, loss_at))
             loss_at = ""
         inside = True
         try:

@@ -31,7 +31,7 @@ from prove.watch.model_tensors import (
     without_wrappers,
 )
 from prove.watch.outputs import OutputWatcher
-from prove.watch.rank_run import RankRun, where, wrap
+from prove.watch.rank_run import RankRun, source_line, wrap
 from prove.watch.steps import MOST_STEPS, FunctionalParameters, StepWatcher
 
 MOST_CALLS = 64
@@ -200,7 +200,7 @@ class ModelWatcher:
         if ddp and isinstance(module, DistributedDataParallel):
             ddp.forwards += 1
         elif ddp:
-            ddp.forwards_around[where()] = ddp.forwards_around.get(where(), 0) + 1
+            ddp.forwards_around[source_line()] = ddp.forwards_around.get(source_line(), 0) + 1
         tensors = tensors_in(list(inputs))
         if len(run.record.model_calls) < MOST_CALLS and tensors:
             loader_pass = run.current_loader_pass
@@ -234,7 +234,7 @@ def watch_ddp(run: RankRun, model: ModelWatcher, source: Feeder | InputKeeper) -
         if not run.record.step_count:
             run.tensors.pop("start", None)  # DDP has just changed the weights
             run.record.weights.clear()
-        run.record.ddps.append(DDPRecord(where()))
+        run.record.ddps.append(DDPRecord(source_line()))
         for p in module.parameters():
             model.steps.watch_gradient(p)
 

@@ -29,7 +29,7 @@ from prove.rank_record import (
     PrintedText,
     calls_file,
 )
-from prove.watch.rank_run import OWN_FOLDERS, RankRun, callers, where, wrap, wrap_everywhere
+from prove.watch.rank_run import OWN_FOLDERS, RankRun, callers, source_line, wrap, wrap_everywhere
 
 COLLECTIVES = [
     "all_reduce", "broadcast", "barrier", "monitored_barrier", "all_gather", "all_gather_object",
@@ -59,7 +59,7 @@ def watch_collective(run: RankRun, name: str, printed_name: str = "") -> None:
         if inside or not run.joined or (group and dist.get_world_size(group) != world_size):
             return original(*args, **kwargs)
         progress.collective = Collective(
-            printed_name or name, where(), run.running_batchnorm(), calling_library()
+            printed_name or name, source_line(), run.running_batchnorm(), calling_library()
         )
         if len(run.record.collectives) < MOST_COLLECTIVES:
             run.record.collectives.append(progress.collective)
@@ -114,7 +114,7 @@ def call_that_may_wait(run: RankRun, name: str, function: Callable, *args: Any, 
     inside = progress.collective is not None or progress.waits_in is not None
     if inside or not run.joined or threading.current_thread() is not threading.main_thread():
         return function(*args, **more)
-    progress.waits_in = Collective(name, where())
+    progress.waits_in = Collective(name, source_line())
     run.note_event()
     try:
         return function(*args, **more)
@@ -340,7 +340,7 @@ class PrintWatcher:
         record = self.run.record
         if len(record.printed) >= MOST_CALLS or not text.strip():
             return False
-        at, first_epoch = where(outside=outside), not self.run.in_second_epoch
+        at, first_epoch = source_line(outside=outside), not self.run.in_second_epoch
         record.printed.append(PrintedText(text, at, record.step_count, first_epoch, on_terminal))
         return True
 

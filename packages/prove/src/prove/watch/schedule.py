@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from prove.rank_record import ScheduleRecord
-from prove.watch.rank_run import RankRun, where, wrap
+from prove.watch.rank_run import RankRun, source_line, wrap
 
 MOST_AHEAD = 50_000  # steps that a copy is stepped ahead
 MOST_SECONDS = 0.5  # that these steps may take
@@ -58,7 +58,7 @@ class ScheduleWatcher:
         run = self.run
         if self.depth or run.current_loader_pass is None:  # another one steps it, or makes it
             return original(scheduler, *args, **kwargs)
-        at = where()
+        at = source_line()
         if isinstance(scheduler, ReduceLROnPlateau):
             metric = args[0] if args else kwargs.get("metrics")
             for tell in run.events.metrics:

@@ -25,7 +25,7 @@ from prove.watch.model_tensors import (
     schedule_settings,
 )
 from prove.watch.operations import OptimizerByHand
-from prove.watch.rank_run import RankRun, where, wrap
+from prove.watch.rank_run import RankRun, source_line, wrap
 
 MOST_STEPS = 24  # that are written down for each optimizer
 
@@ -139,7 +139,9 @@ class StepWatcher:
         with self.draws.paused():
             if self.by_hand not in self.optimizers:
                 self.optimizers.append(self.by_hand)
-                self.run.record.optimizers.append(OptimizerRecord(where(), False, is_by_hand=True))
+                self.run.record.optimizers.append(
+                    OptimizerRecord(source_line(), False, is_by_hand=True)
+                )
             self.before_step(self.by_hand, (), {})
             self.depth, self.in_step_by_hand = 0, True
 
@@ -196,7 +198,7 @@ class StepWatcher:
         gradients = [None if p.grad is None else project(p.grad) for p in parameters]
         local = [self.local.get(id(p), LocalGradient()) for p in parameters]
         return OptimizerStep(
-            at=where(),
+            source_line=source_line(),
             batch=loader_pass.batches_given if loader_pass else 0,
             epoch=loader_pass.epoch if loader_pass else 0,
             batch_size=self.run.current_batch_size(),
@@ -289,7 +291,7 @@ class StepWatcher:
         number = self.numbers_of_functional.get(module)
         if number is None:
             number = self.numbers_of_functional[module] = len(self.optimizers)
-            record = OptimizerRecord(where(), False, is_by_hand=True, compares_changes=True)
+            record = OptimizerRecord(source_line(), False, is_by_hand=True, compares_changes=True)
             run.record.optimizers.append(record)
             self.optimizers.append(now)
             run.gradients[number] = full_copies(
@@ -298,7 +300,7 @@ class StepWatcher:
         nothing: list = [None] * len(new)
         epoch = run.current_loader_pass.epoch if run.current_loader_pass else 0
         step = OptimizerStep(
-            where(), before.batch[1], epoch, run.current_batch_size(), [0.0], 1.0, "",
+            source_line(), before.batch[1], epoch, run.current_batch_size(), [0.0], 1.0, "",
             weights_before, nothing, nothing, False, weights_after,
         )  # fmt: skip
         if len(run.record.optimizers[number].steps) < MOST_STEPS:
@@ -349,7 +351,7 @@ def install(run: RankRun, draws: Draws, feeder: Feeder | None) -> StepWatcher:
         if self not in steps.optimizers:
             steps.optimizers.append(self)
             is_adaptive = "betas" in self.defaults
-            run.record.optimizers.append(OptimizerRecord(where(), is_adaptive))
+            run.record.optimizers.append(OptimizerRecord(source_line(), is_adaptive))
 
     @wrap(Optimizer, "add_param_group")
     def add_group(original: Callable, self: Any, group: dict) -> None:
