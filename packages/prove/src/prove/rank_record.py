@@ -312,7 +312,7 @@ class LayerOutput(NamedTuple):
     """What a layer gives in training before the first step."""
 
     layer: str
-    kind: str  # the class of the layer
+    class_name: str  # the class of the layer
     rows: list[float]  # the product of each row with a fixed vector
 
 
@@ -328,7 +328,7 @@ class ModelCall(NamedTuple):
 class RaisedError(NamedTuple):
     """The error with which a script has ended on one rank."""
 
-    kind: str
+    class_name: str
     message: str
     source_line: str
     seconds: float  # time.time() when it was raised
@@ -338,7 +338,7 @@ class RaisedError(NamedTuple):
 class ScheduleRecord:
     """A learning-rate scheduler that the script steps."""
 
-    kind: str  # the class of the scheduler
+    class_name: str  # the class of the scheduler
     source_line: str  # where it was first stepped
     step_count: int = 0
     batches: int = 0  # after how many of them it stepped

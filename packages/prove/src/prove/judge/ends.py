@@ -107,7 +107,8 @@ def error_of(outcome: RunOutcome) -> str:
         key=lambda rank: (error_is(rank, LOST_CONNECTION), rank.error and rank.error.seconds)
     )
     if failed and (error := failed[0].error):
-        return f"{error.kind} at {error.source_line}: {' '.join(error.message.split())[:MOST_CHARACTERS]}"
+        message = " ".join(error.message.split())[:MOST_CHARACTERS]
+        return f"{error.class_name} at {error.source_line}: {message}"
     lines = [line.strip() for line in outcome.log.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|error:", line)]
     ranks_errors = [line for line in errors if not line.startswith(LAUNCHER)]

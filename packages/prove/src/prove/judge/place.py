@@ -20,7 +20,7 @@ def first_difference(replay: Replay) -> dict[str, Any]:
     seen = 0
     for *ranks_outputs, one_output in in_turn:
         for rank, own in enumerate(ranks_outputs):
-            if (own.layer, own.kind) != (one_output.layer, one_output.kind):
+            if (own.layer, own.class_name) != (one_output.layer, one_output.class_name):
                 facts = {"rank": rank, "layer": name_of(own), "other": name_of(one_output)}
                 return phrase(Phrase.OTHER_LAYER, **facts)
         if len(one_output.rows) != sum(len(own.rows) for own in ranks_outputs):
@@ -32,7 +32,7 @@ def first_difference(replay: Replay) -> dict[str, Any]:
 
 
 def name_of(output: LayerOutput) -> str:
-    return f"{output.layer} ({output.kind})".strip()
+    return f"{output.layer} ({output.class_name})".strip()
 
 
 def are_apart(ranks_outputs: list[LayerOutput], one_output: LayerOutput) -> bool:

@@ -237,9 +237,9 @@ def smallest_batchnorm(record: RankRecord) -> int:
 def reason_of_failure(error: RaisedError, in_float64: bool) -> Reason:
     """Which advice fits? torch and numpy have no types for these errors, only words."""
     text = error.message.lower()
-    if error.kind in ("RuntimeError", "TypeError") and re.search(OTHER_DTYPE, text):
+    if error.class_name in ("RuntimeError", "TypeError") and re.search(OTHER_DTYPE, text):
         return ReplayReason.REPLAY_FAILS_BY_DTYPE if in_float64 else ReplayReason.REPLAY_FAILS
-    of_tensors = error.kind in ("RuntimeError", "ValueError", "IndexError")
+    of_tensors = error.class_name in ("RuntimeError", "ValueError", "IndexError")
     if of_tensors and re.search(OTHER_SHAPE, text) and not re.search(OTHER_RANKS, text):
         return ReplayReason.REPLAY_FAILS_BY_SHAPE
     return ReplayReason.REPLAY_FAILS
@@ -249,9 +249,9 @@ def why_not_replayed(replay: Replay) -> Comparison | None:
     """A replay that fails says nothing about the script, but why."""
     error, record = replay.one_rank_record.error, replay.one_rank_record
     if error is not None:
-        if error.kind == "CannotMergeError":
+        if error.class_name == "CannotMergeError":
             return not_compared(ReplayReason.CANNOT_MERGE, what=error.message, at=error.source_line)
-        facts = {"kind": error.kind, "at": error.source_line, "message": error.message[:160]}
+        facts = {"kind": error.class_name, "at": error.source_line, "message": error.message[:160]}
         steps = [step for optimizer in replay.rank_0_record.optimizers for step in optimizer.steps]
         in_float64 = any(step.dtype in FLOAT64 for step in steps)
         return not_compared(reason_of_failure(error, in_float64), **facts)

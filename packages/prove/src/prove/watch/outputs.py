@@ -52,5 +52,5 @@ class OutputWatcher:
         except NotComparableError:
             return
         products = rows @ projection_vector(rows.shape[1], rows.device)
-        name, kind = self.names[id(layer)], type(layer).__name__
-        self.run.record.outputs.append(LayerOutput(name, kind, products.tolist()))
+        name, class_name = self.names[id(layer)], type(layer).__name__
+        self.run.record.outputs.append(LayerOutput(name, class_name, products.tolist()))

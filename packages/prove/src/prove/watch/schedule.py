@@ -40,7 +40,7 @@ class WatchedSchedule:
         record = self.record
         record.batches = sum(map(len, self.batches.values()))
         record.by_batch = any(len(batches) > 1 for batches in self.batches.values())
-        if record.by_batch and record.kind not in REPEATED:
+        if record.by_batch and record.class_name not in REPEATED:
             ahead, is_its_end = rates_ahead(self.scheduler)
             curve = [*self.rates, *ahead]
             record.highest_rate, record.length = max(curve), length_of(curve, is_its_end)
