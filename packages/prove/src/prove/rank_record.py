@@ -180,7 +180,7 @@ class RankProgress:
 class LoaderPass:
     """One pass of one rank over a loader."""
 
-    number: int
+    pass_index: int
     loader_number: int
     source_line: str  # where the loader was made
     sampler: str  # the class of its sampler
@@ -354,7 +354,7 @@ class DrawKey(NamedTuple):
     batch: tuple[int, int]  # the pass over a loader and the number of the batch
     source_line: str
     name: str  # of the function that drew
-    number: int  # how many such calls came before it, at this place and in this batch
+    call_index: int  # how many such calls came before it, at this place and in this batch
 
 
 class Draw(NamedTuple):
@@ -379,12 +379,12 @@ class Statistic(NamedTuple):
 
     name: str
     source_line: str
-    number: int  # how many such calls came before it, at this place
+    call_index: int  # how many such calls came before it, at this place
     value: float
 
     @property
     def tag(self) -> str:
-        return f"{self.name} {self.source_line} {self.number}"
+        return f"{self.name} {self.source_line} {self.call_index}"
 
 
 @dataclass

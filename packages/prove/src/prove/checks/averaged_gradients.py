@@ -90,7 +90,10 @@ def judge(seen: Seen) -> list[ReportRow]:
     factor, step = max(known, key=lambda pair: abs(pair[0] - 1))
     if abs(factor - 1) <= tolerance(step):
         return [right(NAME, Says.MEAN_OF_RANKS, steps=len(known))]
-    facts, ranks = {"factor": factor, "step": step.number, "at": step.source_line}, len(step.steps)
+    facts, ranks = (
+        {"factor": factor, "step": step.step_number, "at": step.source_line},
+        len(step.steps),
+    )
     if abs(factor - ranks) <= ranks * tolerance(step):
         return [not_seen(NAME, Says.SUM_OF_RANKS, **facts)]
     clips = factor < 1 and clips_at
@@ -108,7 +111,8 @@ def row_of_apart(seen: Seen) -> ReportRow | None:
     step, apart = differing[0], parameters_apart(differing[0])
     facts = {
         "apart": len(apart), "tensors": len(step.optimizer.names),
-        "names": parameter_names(step.optimizer, apart), "step": step.number, "at": step.source_line,
+        "names": parameter_names(step.optimizer, apart), "step": step.step_number,
+        "at": step.source_line,
     }  # fmt: skip
     unfrozen = unfrozen_parameters(seen.records[0])
     made_at = [unfrozen.get(step.optimizer.keys[number]) for number in apart]
@@ -126,7 +130,7 @@ def row_of_lost_imaginary(seen: Seen) -> ReportRow | None:
         if numbers := {n for of_rank in step.steps for n in of_rank.lost_imaginary}:
             names = parameter_names(step.optimizer, sorted(numbers))
             return wrong(
-                NAME, Says.IMAGINARY_LOST, names=names, step=step.number, at=step.source_line
+                NAME, Says.IMAGINARY_LOST, names=names, step=step.step_number, at=step.source_line
             )
     return None
 
@@ -142,7 +146,7 @@ def row_of_some_ranks(step: StepOfRanks) -> ReportRow | None:
         return None
     if not known or len(ranks) > MOST_RANKS or times_the_mean(step) is not None:
         return None
-    facts = {"step": step.number, "at": step.source_line}
+    facts = {"step": step.step_number, "at": step.source_line}
     for number in ranks[1:]:  # the mean of so many of them
         for some in combinations(ranks, number):
             if all(

@@ -241,7 +241,7 @@ def drawn_beside(records: list[RankRecord], first: LoaderPass) -> set[int]:
 def may_be_summed(rank: RankRecord, evaluated: LoaderPass) -> bool:
     """Does a collective follow an evaluation, before training goes on? Those of DDP, or of a
     BatchNorm layer which was not switched to eval mode, are no sum of results."""
-    later = [each for each in rank.loader_passes if each.number > evaluated.number]
+    later = [each for each in rank.loader_passes if each.pass_index > evaluated.pass_index]
     trained = [each for each in later if each.with_gradients and not is_evaluation(each)]
     end = trained[0].collectives_before if trained else len(rank.collectives)
     calls = [

@@ -61,7 +61,7 @@ def rows_of_rates(seen: Seen) -> list[ReportRow]:
     rates = [
         (
             [of_rank.learning_rates for of_rank in step.steps],
-            phrase(Phrase.AT_STEP, step=step.number, at=step.source_line),
+            phrase(Phrase.AT_STEP, step=step.step_number, at=step.source_line),
         )
         for step in seen.steps
     ]

@@ -20,7 +20,7 @@ def judge(seen: Seen) -> list[ReportRow]:
     for step in seen.steps:
         scales = [of_rank.loss_scale for of_rank in step.steps]
         if len({*scales}) > 1:
-            when = phrase(Phrase.AT_STEP, step=step.number, at=step.source_line)
+            when = phrase(Phrase.AT_STEP, step=step.step_number, at=step.source_line)
             return [wrong(NAME, Says.LOSS_SCALES_BY_RANK, scales=scales, when=when)]
     return []
 

@@ -70,7 +70,7 @@ def judge_steps(seen: Seen) -> list[ReportRow]:
             facts = {
                 "names": parameter_names(step.optimizer, numbers),
                 "ranks": [rank for rank, has_none in enumerate(mixed) if not has_none],
-                "step": step.number, "at": step.source_line,
+                "step": step.step_number, "at": step.source_line,
             }  # fmt: skip
             return [warning(NAME, Says.PARAMETERS_OF_SOME, **facts)]
     return []

@@ -140,10 +140,10 @@ def held_by_optimizers(steps: list[StepOfRanks], known: set[str]) -> list[HeldWe
         for number, name in enumerate(optimizer.names):
             if optimizer.keys[number] in known:
                 continue
-            begin = [(step.number - 1, before[number])]
+            begin = [(step.step_number - 1, before[number])]
             fresh = HeldWeights(name, number not in optimizer.outside_ddp, step.source_line, begin)
             own = found.setdefault((id(optimizer), number), fresh)
-            own.held.append((step.number, after[number]))
+            own.held.append((step.step_number, after[number]))
     return list(found.values())
 
 

@@ -25,7 +25,11 @@ def judge(seen: Seen) -> list[ReportRow]:
         return []
     return [
         wrong(
-            NAME, Says.GRADIENTS_KEPT, steps=len(kept), step=kept[0].number, at=kept[0].source_line
+            NAME,
+            Says.GRADIENTS_KEPT,
+            steps=len(kept),
+            step=kept[0].step_number,
+            at=kept[0].source_line,
         )
     ]
 

@@ -80,10 +80,10 @@ def not_compared(reason: Reason, **facts: Any) -> Comparison:
 class Comparer:
     """Compares the steps of one optimizer."""
 
-    def __init__(self, replay: Replay, number: int) -> None:
-        self.replay, self.number = replay, number
-        self.optimizer: OptimizerRecord = replay.rank_0_record.optimizers[number]
-        self.gradients = replay.gradients(number)
+    def __init__(self, replay: Replay, optimizer_index: int) -> None:
+        self.replay, self.optimizer_index = replay, optimizer_index
+        self.optimizer: OptimizerRecord = replay.rank_0_record.optimizers[optimizer_index]
+        self.gradients = replay.gradients(optimizer_index)
         self.steps = self.comparable_steps()
 
     @property
@@ -129,12 +129,12 @@ class Comparer:
     def comparable_steps(self) -> list[tuple[OptimizerStep, OptimizerStep]]:
         """Pair the steps of all ranks with those of one, until local batches differ in size."""
         steps = []
-        for n, (ranks_step, one_step) in enumerate(self.replay.steps(self.number)):
+        for n, (ranks_step, one_step) in enumerate(self.replay.steps(self.optimizer_index)):
             own = [
-                record.optimizers[self.number].steps[n]
+                record.optimizers[self.optimizer_index].steps[n]
                 for record in self.replay.records
-                if self.number < len(record.optimizers)
-                and n < len(record.optimizers[self.number].steps)
+                if self.optimizer_index < len(record.optimizers)
+                and n < len(record.optimizers[self.optimizer_index].steps)
             ]
             sizes = {step.batch_size for step in own}
             if len(sizes) > 1 or not one_step.weights_after or not ranks_step.weights_after:
@@ -168,7 +168,7 @@ class Comparer:
     @property
     def averages_later(self) -> bool:
         """Do the ranks talk in step() or after it, and hold other gradients before it?"""
-        own = self.replay.own_steps(self.number)
+        own = self.replay.own_steps(self.optimizer_index)
         first = next(
             (ranks_steps for ranks_steps in own if any(map(has_gradient, ranks_steps))), ()
         )
@@ -187,7 +187,9 @@ class Comparer:
 
     def compare_by_weights(self, apart: float) -> Comparison:
         """Compare the weights that the first steps leave behind for the next ones."""
-        inside = any(step.exchanges_inside for step in self.replay.own_steps(self.number)[0])
+        inside = any(
+            step.exchanges_inside for step in self.replay.own_steps(self.optimizer_index)[0]
+        )
         states = [tuple(map(self.weights_before, pair)) for pair in self.steps]
         if inside:
             states.append(
@@ -257,10 +259,10 @@ class Comparer:
         """Why the two runs cannot be compared."""
         replay, other_shapes = self.replay, self.replay.one_rank_record.other_shapes
         names = self.optimizer.names
-        if self.number in other_shapes or any(
+        if self.optimizer_index in other_shapes or any(
             pair.shapes[0] != pair.shapes[1] for pair in self.gradients
         ):
-            for parameter, ranks_have, one_has in other_shapes.get(self.number, [])[:1]:
+            for parameter, ranks_have, one_has in other_shapes.get(self.optimizer_index, [])[:1]:
                 name = names[parameter]
                 return not_compared(
                     ReplayReason.OTHER_SHAPE, name=name, of_ranks=ranks_have, of_one=one_has
@@ -444,7 +446,7 @@ def comparisons(replay: Replay) -> list[Comparison]:
     """One Comparison per optimizer that stepped."""
     optimizers = replay.rank_0_record.optimizers
     numbers = [n for n, optimizer in enumerate(optimizers) if optimizer.steps]
-    compared = [Comparer(replay, number).compare() for number in numbers]
+    compared = [Comparer(replay, optimizer_index).compare() for optimizer_index in numbers]
     in_modules = [n for n in numbers if any(optimizers[n].keys)]
     if in_modules:  # beside these, each rank may hold its part of the masters
         compared = [

@@ -141,7 +141,7 @@ def compute_the_same(records: list[RankRecord], passes: list[LoaderPass]) -> boo
     if not records[0].dropout and gradients and all(gradients):
         pairs = zip(*gradients, strict=False)
         return all(max(values) - min(values) <= 1e-9 * max(map(abs, values)) for values in pairs)
-    numbers = [own.number for own in passes] or [0] * len(records)
+    numbers = [own.pass_index for own in passes] or [0] * len(records)
     inputs = [
         [call.checksum for call in rank.model_calls if call.batch[0] == number or not passes]
         for rank, number in zip(records, numbers, strict=True)

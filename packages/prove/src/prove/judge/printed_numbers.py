@@ -58,7 +58,7 @@ class Position(NamedTuple):
     source_line: str
     line: int  # how often this place has printed before
     shape: str  # the line without its numbers
-    number: int  # which number of the line it is
+    position_in_line: int  # which number of the line it is
 
 
 def numbers_in(line: str) -> Iterator[tuple[int, PrintedNumber]]:
@@ -128,13 +128,13 @@ def printed_rows(replay: Replay, control: list[RankRecord] | None = None) -> lis
     if control:
         again = printed_numbers(control[0])
         unsteady = {
-            (position.source_line, position.shape, position.number)
+            (position.source_line, position.shape, position.position_in_line)
             for position, number in numbers.items()
             if position not in again or not number.is_near(again[position], 0.0)
         }
         numbers = {
             position: number for position, number in numbers.items()
-            if (position.source_line, position.shape, position.number) not in unsteady
+            if (position.source_line, position.shape, position.position_in_line) not in unsteady
         }  # fmt: skip
     differing: dict[str, dict[str, Any]] = {}  # the first difference of each place
     for position, number in numbers.items():

@@ -88,22 +88,24 @@ class Replay:
                 tensors["per_sample_draws"],
             )
 
-    def steps(self, number: int) -> list[tuple[OptimizerStep, OptimizerStep]]:
+    def steps(self, optimizer_index: int) -> list[tuple[OptimizerStep, OptimizerStep]]:
         """Pair the steps of an optimizer: those of all ranks with those of one rank."""
         runs = self.rank_0_record, self.one_rank_record
-        if any(number >= len(run.optimizers) for run in runs):
+        if any(optimizer_index >= len(run.optimizers) for run in runs):
             return []
-        return list(zip(*(run.optimizers[number].steps for run in runs), strict=False))
+        return list(zip(*(run.optimizers[optimizer_index].steps for run in runs), strict=False))
 
-    def own_steps(self, number: int) -> list[tuple[OptimizerStep, ...]]:
+    def own_steps(self, optimizer_index: int) -> list[tuple[OptimizerStep, ...]]:
         """List the steps of an optimizer, each as every rank has made it."""
-        records = [rank for rank in self.records if number < len(rank.optimizers)]
-        return list(zip(*(rank.optimizers[number].steps for rank in records), strict=False))
+        records = [rank for rank in self.records if optimizer_index < len(rank.optimizers)]
+        return list(
+            zip(*(rank.optimizers[optimizer_index].steps for rank in records), strict=False)
+        )
 
-    def gradients(self, number: int) -> list[Gradients]:
+    def gradients(self, optimizer_index: int) -> list[Gradients]:
         """Read the gradients of the first step of an optimizer."""
         both = (self.ranks_gradients, self.one_gradients)
-        tensors = zip(*(gradients.get(number, []) for gradients in both), strict=False)
+        tensors = zip(*(gradients.get(optimizer_index, []) for gradients in both), strict=False)
         pairs = []
         for parameter, (ranks_gradient, one_gradient) in enumerate(tensors):
             if ranks_gradient is None or one_gradient is None:

@@ -165,8 +165,10 @@ def compare_rates(replay: Replay) -> list[ReportRow]:
     rank_0_record, one_rank_record = replay.rank_0_record, replay.one_rank_record
     steps = [
         (*pair, phrase(Phrase.AT_STEP, step=n, at=pair[0].source_line))
-        for number in range(min(len(rank_0_record.optimizers), len(one_rank_record.optimizers)))
-        for n, pair in enumerate(replay.steps(number), start=1)
+        for optimizer_index in range(
+            min(len(rank_0_record.optimizers), len(one_rank_record.optimizers))
+        )
+        for n, pair in enumerate(replay.steps(optimizer_index), start=1)
     ]
     compared = [  # rates, when, and the reason if they differ
         (ranks_step.learning_rates, one_step.learning_rates, when, ReplayReason.RATE_DIFFERS)

@@ -15,7 +15,7 @@ class StepOfRanks:
     """Holds one step of an optimizer, as each of the ranks wrote it down."""
 
     optimizer: OptimizerRecord
-    number: int
+    step_number: int
     steps: list[OptimizerStep]
     exchange_precision: float  # spacing near 1 of the numbers that the ranks send
 
@@ -26,7 +26,7 @@ class StepOfRanks:
     def differing_parameters(self, name: str, limit: float = 1e-5) -> list[int]:
         """Number the parameters for which the ranks hold different tensors."""
         numbered = enumerate(self.by_parameter(name))
-        return [number for number, held in numbered if None not in held and differ(held, limit)]
+        return [index for index, held in numbered if None not in held and differ(held, limit)]
 
     @property
     def source_line(self) -> str:
@@ -48,7 +48,7 @@ def names_apart(by_rank: list[dict[str, Projection]]) -> tuple[list[str], list[s
 
 
 def parameter_names(optimizer: OptimizerRecord, numbers: list[int]) -> list[str]:
-    return [optimizer.names[number] for number in numbers]
+    return [optimizer.names[index] for index in numbers]
 
 
 def steps_of(records: list[RankRecord]) -> list[StepOfRanks]:
@@ -57,10 +57,10 @@ def steps_of(records: list[RankRecord]) -> list[StepOfRanks]:
         if any(optimizer.keys != optimizers[0].keys for optimizer in optimizers):
             continue  # each rank holds the parameters that it owns
         ranks_steps = zip(*(optimizer.steps for optimizer in optimizers), strict=False)
-        for number, of_each in enumerate(ranks_steps, start=1):
+        for step_number, of_each in enumerate(ranks_steps, start=1):
             if all(step.weights_after for step in of_each):
                 sent = records[0].exchange_precision
-                steps.append(StepOfRanks(optimizers[0], number, list(of_each), sent))
+                steps.append(StepOfRanks(optimizers[0], step_number, list(of_each), sent))
     return steps
 
 
@@ -69,7 +69,7 @@ def steps_with_old_gradients(steps: list[StepOfRanks]) -> list[StepOfRanks]:
     old = [
         step
         for step in steps
-        if step.number > 1 and all(of_rank.has_old_gradient for of_rank in step.steps)
+        if step.step_number > 1 and all(of_rank.has_old_gradient for of_rank in step.steps)
     ]
     return old if len(old) > 1 else []
 

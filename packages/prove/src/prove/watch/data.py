@@ -127,7 +127,7 @@ class ListedSampler:
         _, may_draw = without_subsets(self.loader.dataset)
         indices = drawn if may_draw is None else may_draw[drawn]
         settings, rank = self.run.settings, self.run.record.rank
-        file = f"{settings.folder}/{settings.name}.{rank}.pass{loader_pass.number}.pt"
+        file = f"{settings.folder}/{settings.name}.{rank}.pass{loader_pass.pass_index}.pt"
         save_tensors({"indices": indices, "may_draw": may_draw}, file)
         loader_pass.samples_file = file  # only now, when the file is complete
 
@@ -210,16 +210,16 @@ class LoaderWatcher:
         base, _ = without_subsets(dataset)
         is_stream = isinstance(dataset, IterableDataset)
         length = None if is_stream or not hasattr(base, "__len__") else len(base)
-        number = self.number_of_dataset(loader, length)
+        dataset_number = self.number_of_dataset(loader, length)
         earlier = [
             (loader_pass.fingerprint, loader_pass.fields)
             for loader_pass in record.loader_passes
-            if loader_pass.dataset_number == number
+            if loader_pass.dataset_number == dataset_number
         ]
         checksums, fields = earlier[0] if earlier else fingerprint(base)
         sampler, shuffle = sampler_of(loader)
         loader_pass = LoaderPass(
-            number=len(record.loader_passes),
+            pass_index=len(record.loader_passes),
             loader_number=loader.prove_number,
             source_line=self.places[loader.prove_number],
             sampler=sampler,
@@ -227,7 +227,7 @@ class LoaderWatcher:
             workers=loader.num_workers,
             batch_size=loader.batch_size,
             most_batches=self.run.settings.batches,
-            dataset_number=number,
+            dataset_number=dataset_number,
             dataset_length=length,
             fingerprint=checksums,
             is_stream=is_stream,
@@ -253,9 +253,9 @@ class LoaderWatcher:
                 is_made_again = is_same_place and earlier.loader_number != loader.prove_number
                 if is_made_again and earlier.with_gradients and earlier.dataset_length == length:
                     return earlier.dataset_number
-        for number, dataset in enumerate(self.datasets):
+        for dataset_number, dataset in enumerate(self.datasets):
             if dataset is loader.dataset:
-                return number
+                return dataset_number
         self.datasets.append(loader.dataset)
         return len(self.datasets) - 1
 
@@ -340,14 +340,14 @@ class LoaderWatcher:
         kept = RecordedBatch(size, batch.file, frozen)
         self.run.tensors["batches"][loader_pass.replay_number].append(kept)
 
-    def begin_batch(self, loader_pass: LoaderPass, number: int, size: int) -> None:
+    def begin_batch(self, loader_pass: LoaderPass, batch_number: int, size: int) -> None:
         """Tell the watchers of steps and draws that this batch is computed now.
 
         A script that looks ahead, as Accelerate does, computes a batch after it has asked for the
         next one, and the last batch after the loader has ended.
         """
         kept = -1 if loader_pass.replay_number is None else loader_pass.replay_number
-        self.steps.begin_batch((kept, number), [size], [])
+        self.steps.begin_batch((kept, batch_number), [size], [])
 
     def most_batches(self, training: bool) -> int:
         settings = self.run.settings
@@ -371,40 +371,40 @@ class LoaderWatcher:
         """Recorded batches for the next pass, or None if the observed run had no such pass."""
         while not feeder.is_made_here(self.loader_passes_fed):
             self.loader_passes_fed += 1
-        record, number = self.run.record, self.loader_passes_fed
+        record, pass_index = self.run.record, self.loader_passes_fed
         self.loader_passes_fed += 1
-        if number < feeder.passes:
+        if pass_index < feeder.passes:
             record.own_batch_size = record.own_batch_size or loader.batch_size
-            return self.recorded_batches(feeder, number, loader_pass, loader.collate_fn)
+            return self.recorded_batches(feeder, pass_index, loader_pass, loader.collate_fn)
         if record.step_count:
             self.run.end_early()
         return None
 
     def recorded_batches(
-        self, feeder: Feeder, number: int, loader_pass: LoaderPass, collate: Callable | None
+        self, feeder: Feeder, pass_index: int, loader_pass: LoaderPass, collate: Callable | None
     ) -> Iterator:
         run, steps = self.run, self.steps
-        positions, sources = feeder.positions(number), []
+        positions, sources = feeder.positions(pass_index), []
         before, looks_ahead = self.calls_so_far(), False
         for position in range(positions):
-            for ranks in feeder.groups(number):
+            for ranks in feeder.groups(pass_index):
                 self.end_batch()
                 if loader_pass.batches_given == 1:
                     looks_ahead = self.calls_so_far() == before
-                batch, sources = feeder.batch(number, position, ranks, collate)
+                batch, sources = feeder.batch(pass_index, position, ranks, collate)
                 loader_pass.batches_given += 1
                 loader_pass.sizes.append(sum(feeder.sizes))
                 run.current_loader_pass = loader_pass
                 self.model.keep_start()
-                steps.begin_batch((number, position + 1), feeder.sizes, sources)
+                steps.begin_batch((pass_index, position + 1), feeder.sizes, sources)
                 yield batch
         self.end_batch()
         if loader_pass.epoch == EPOCHS - 1:
             run.end_early()
-        feeder.restore_generators(number)
+        feeder.restore_generators(pass_index)
         if looks_ahead:  # the last batch is computed now: see begin_batch
-            steps.begin_batch((number, positions + 1), feeder.sizes, sources)
-        if number > 0:  # an evaluation with gradients: its last batches are of unequal sizes
+            steps.begin_batch((pass_index, positions + 1), feeder.sizes, sources)
+        if pass_index > 0:  # an evaluation with gradients: its last batches are of unequal sizes
             run.in_second_epoch = True  # so the numbers that follow are not compared
 
     def calls_so_far(self) -> tuple[int, int]:

@@ -46,8 +46,8 @@ def without_places(kept: dict) -> dict:
     calls: Counter = Counter()
     renamed = {}
     for key, value in kept.items():
-        unplaced = key._replace(source_line="", number=0)
-        renamed[unplaced._replace(number=calls[unplaced])] = value
+        unplaced = key._replace(source_line="", call_index=0)
+        renamed[unplaced._replace(call_index=calls[unplaced])] = value
         calls[unplaced] += 1
     return renamed
 
@@ -347,13 +347,13 @@ class Draws:
         sizes = self.sizes
         if len(calls) < 2 or [*map(len, calls)] != sizes or max(sizes) < 2:
             return None
-        if key.number >= sum(sizes) or all(repr(values) == repr(calls[0]) for values in calls):
+        if key.call_index >= sum(sizes) or all(repr(values) == repr(calls[0]) for values in calls):
             return None  # all ranks drew the same, so the number of samples is a coincidence
         shapes = {getattr(value, "shape", None) for values in calls for value in values}
         if shapes != {getattr(drawn, "shape", None)}:  # one line calls several layers
             return None
         self.calls_by_sample.add((key.name, key.source_line))
-        rank, sample = order_of_rows(sizes)[key.number]
+        rank, sample = order_of_rows(sizes)[key.call_index]
         return (calls[rank][sample],)
 
 

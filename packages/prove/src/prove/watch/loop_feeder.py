@@ -22,7 +22,7 @@ class SourceKey(NamedTuple):
 
     source_line: str
     name: str  # of the function
-    number: int  # how many such calls came before it, at this place
+    call_index: int  # how many such calls came before it, at this place
 
 
 class Source(NamedTuple):
@@ -98,12 +98,12 @@ class LoopFeeder:
                 self.watcher.note(DataFinding.NOT_GIVEN, at)
 
     def key_of_rank(self, key: SourceKey) -> SourceKey:
-        return key._replace(number=key.number // len(self.feeder.groups()))
+        return key._replace(call_index=key.call_index // len(self.feeder.groups()))
 
     def recorded(self, kept_by_ranks: list[dict[SourceKey, Any]], key: SourceKey) -> list | None:
         """Find what each rank kept by the key of this rank; None if one of them kept nothing."""
         groups = self.feeder.groups()
-        ranks, own_key = groups[key.number % len(groups)], self.key_of_rank(key)
+        ranks, own_key = groups[key.call_index % len(groups)], self.key_of_rank(key)
         found = [kept_by_ranks[rank].get(own_key) for rank in ranks]
         return None if any(each is None for each in found) else found
 
@@ -128,9 +128,12 @@ class LoopFeeder:
         if not self.sizes:
             return
         groups, self.feeder.sizes = self.feeder.groups(), self.sizes
-        ranks, number = groups[(forward - 1) % len(groups)], (forward - 1) // len(groups) + 1
+        ranks, forward_number = (
+            groups[(forward - 1) % len(groups)],
+            (forward - 1) // len(groups) + 1,
+        )
         draws = [self.feeder.tensors_of_ranks[rank]["draws"] for rank in ranks]
-        self.watcher.draws.begin_forward(batch_of_forward(number), self.sizes, draws)
+        self.watcher.draws.begin_forward(batch_of_forward(forward_number), self.sizes, draws)
 
     def match_data(self, key: SourceKey, values: list) -> dict[int, Any]:
         """Match the data of a meeting with those of all ranks.

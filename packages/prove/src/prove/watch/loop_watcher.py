@@ -231,7 +231,7 @@ class LoopWatcher:
         at = source_line()
         key = self.next_key(f"statistic {name}", at)
         value = project(results[0])[0]
-        self.statistics[key] = Statistic(name, at, key.number, value)
+        self.statistics[key] = Statistic(name, at, key.call_index, value)
         return self.statistics[key].tag
 
     def forget_statistics(self, tensor: Any) -> None:

@@ -187,16 +187,16 @@ class ModelWatcher:
 
     def note_call(self, module: nn.Module, inputs: tuple) -> None:
         """Write down that the script itself calls a module."""
-        run, number = self.run, self.number_of_ddp(module)
+        run, ddp_index = self.run, self.number_of_ddp(module)
         if any(is_functorch_wrapped_tensor(p) or is_lazy(p) for p in module.parameters()):
             return  # torch.func gives it other tensors to compute with; a lazy one has none yet
         for tell in run.events.module_calls:
-            tell(module, number)
+            tell(module, ddp_index)
         trains = module.training and torch.is_grad_enabled()
         if not trains or next(module.parameters(), None) is None:
             return
         self.note_trained(module)
-        ddp = None if number is None else run.record.ddps[number]
+        ddp = None if ddp_index is None else run.record.ddps[ddp_index]
         if ddp and isinstance(module, DistributedDataParallel):
             ddp.forwards += 1
         elif ddp:
@@ -204,7 +204,7 @@ class ModelWatcher:
         tensors = tensors_in(list(inputs))
         if len(run.record.model_calls) < MOST_CALLS and tensors:
             loader_pass = run.current_loader_pass
-            batch = (loader_pass.number, loader_pass.batches_given) if loader_pass else (0, 0)
+            batch = (loader_pass.pass_index, loader_pass.batches_given) if loader_pass else (0, 0)
             rows, size = batch_size_of(inputs[0]), run.current_batch_size()
             run.record.model_calls.append(ModelCall(checksum(tensors[0]), rows, batch, size))
 

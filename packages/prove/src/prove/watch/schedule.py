@@ -34,7 +34,7 @@ class WatchedSchedule:
         self.rates.append(rate_of(self.scheduler))
         self.record.step_count += 1
         if loader_pass := run.current_loader_pass:
-            self.batches.setdefault(loader_pass.number, set()).add(loader_pass.batches_given)
+            self.batches.setdefault(loader_pass.pass_index, set()).add(loader_pass.batches_given)
 
     def finish(self) -> None:
         record = self.record

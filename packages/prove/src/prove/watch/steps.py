@@ -181,16 +181,20 @@ class StepWatcher:
         return args, kwargs | {"closure": watched_closure}
 
     def write_step(self, optimizer: Any) -> None:
-        run, number = self.run, self.optimizers.index(optimizer)
-        steps = run.record.optimizers[number].steps
+        run, optimizer_index = self.run, self.optimizers.index(optimizer)
+        steps = run.record.optimizers[optimizer_index].steps
         with self.draws.paused():
             if len(steps) < MOST_STEPS:
                 steps.append(self.step_of(optimizer))
-                self.schedule_settings.setdefault(number, []).append(schedule_settings(optimizer))
+                self.schedule_settings.setdefault(optimizer_index, []).append(
+                    schedule_settings(optimizer)
+                )
                 if len(steps) == 1:
-                    run.gradients[number] = full_copies([p.grad for p in parameters_of(optimizer)])
+                    run.gradients[optimizer_index] = full_copies(
+                        [p.grad for p in parameters_of(optimizer)]
+                    )
             if self.feeder:
-                self.feeder.use_recorded_schedule(optimizer, number, len(steps) - 1)
+                self.feeder.use_recorded_schedule(optimizer, optimizer_index, len(steps) - 1)
         self.exchanges_before = run.exchanges
 
     def step_of(self, optimizer: Optimizer) -> OptimizerStep:
@@ -250,8 +254,8 @@ class StepWatcher:
 
         A replay goes back to the script's own learning rates.
         """
-        number = self.optimizers.index(optimizer)
-        own_record = self.run.record.optimizers[number]
+        optimizer_index = self.optimizers.index(optimizer)
+        own_record = self.run.record.optimizers[optimizer_index]
         step = own_record.steps[-1] if own_record.steps else None
         if step is None or step.weights_after:
             return
@@ -261,18 +265,18 @@ class StepWatcher:
         if step.exchanges_inside:
             step.moments = [moments_of(optimizer, p) for p in parameters_of(optimizer)]
         if self.run.replaying:
-            own_schedule = self.schedule_settings[number][-1]
+            own_schedule = self.schedule_settings[optimizer_index][-1]
             for group, settings in zip(optimizer.param_groups, own_schedule, strict=True):
                 group.update(settings)
         if own_record.is_by_hand and len(own_record.steps) == 1 and not any(step.gradients):
-            self.keep_changes(number, own_record)
+            self.keep_changes(optimizer_index, own_record)
 
     def note_functional_call(self, module: nn.Module, named: dict[str, Tensor]) -> None:
         """Write a step if a batch's first call has other weights than that of the batch before."""
         loader_pass = self.run.current_loader_pass
         if loader_pass is None or any(tensor.grad_fn is not None for tensor in named.values()):
             return  # made of other weights within this step: an inner loop
-        batch = loader_pass.number, loader_pass.batches_given
+        batch = loader_pass.pass_index, loader_pass.batches_given
         before, now = self.functional.get(module), FunctionalParameters(named, batch)
         if before is None:
             self.functional[module] = now
@@ -288,13 +292,13 @@ class StepWatcher:
         weights_before, weights_after = [*map(project, old)], [*map(project, new)]
         if weights_before == weights_after:
             return
-        number = self.numbers_of_functional.get(module)
-        if number is None:
-            number = self.numbers_of_functional[module] = len(self.optimizers)
+        optimizer_index = self.numbers_of_functional.get(module)
+        if optimizer_index is None:
+            optimizer_index = self.numbers_of_functional[module] = len(self.optimizers)
             record = OptimizerRecord(source_line(), False, is_by_hand=True, compares_changes=True)
             run.record.optimizers.append(record)
             self.optimizers.append(now)
-            run.gradients[number] = full_copies(
+            run.gradients[optimizer_index] = full_copies(
                 [after.detach() - earlier.detach() for after, earlier in zip(new, old, strict=True)]
             )
         nothing: list = [None] * len(new)
@@ -303,19 +307,19 @@ class StepWatcher:
             source_line(), before.batch[1], epoch, run.current_batch_size(), [0.0], 1.0, "",
             weights_before, nothing, nothing, False, weights_after,
         )  # fmt: skip
-        if len(run.record.optimizers[number].steps) < MOST_STEPS:
-            run.record.optimizers[number].steps.append(step)
+        if len(run.record.optimizers[optimizer_index].steps) < MOST_STEPS:
+            run.record.optimizers[optimizer_index].steps.append(step)
         run.record.step_count += 1
         run.note_event()
 
-    def keep_changes(self, number: int, own_record: OptimizerRecord) -> None:
+    def keep_changes(self, optimizer_index: int, own_record: OptimizerRecord) -> None:
         """Let the change of the weights stand for gradients that were never in p.grad.
 
         Those of autograd.grad never are.
         """
         after = full_copies(parameters_of(self.by_hand))
         pairs = zip(after, self.weights_by_hand, strict=True)
-        self.run.gradients[number] = [new - old for new, old in pairs]
+        self.run.gradients[optimizer_index] = [new - old for new, old in pairs]
         own_record.compares_changes = True
 
     def note_rates(self) -> None:
