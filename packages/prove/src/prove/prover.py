@@ -14,7 +14,7 @@ from pathlib import Path
 
 from prove import processes
 from prove.checks import CHECKS, rows_of_phase, zero_gradients
-from prove.checks.base import Phase, Seen
+from prove.checks.base import CheckContext, Phase
 from prove.controls import Controls
 from prove.errors import NotJudgedError
 from prove.judge import printed_numbers, replay_checks, schedule
@@ -69,8 +69,8 @@ class Prover:
         if outcome.hang:
             return
         if failed(outcome) or not records:
-            seen = Seen(outcome)
-            rows = rows_of_phase(Phase.ANY_RUN, seen) + rows_of_phase(Phase.ALL_RECORDS, seen)
+            context = CheckContext(outcome)
+            rows = rows_of_phase(Phase.ANY_RUN, context) + rows_of_phase(Phase.ALL_RECORDS, context)
             if not any(row.verdict == WRONG for row in rows):
                 error = error_of(outcome)
                 needs_gpu = not self.args.cpu and ("NVIDIA" in error or "CUDA" in error)
@@ -89,13 +89,13 @@ class Prover:
             self.observed_outcome.records,
             self.rows,
         )
-        seen = Seen(observed_outcome)
-        rows += rows_of_phase(Phase.ANY_RUN, seen)
+        context = CheckContext(observed_outcome)
+        rows += rows_of_phase(Phase.ANY_RUN, context)
         if any(record.world_size > len(records) for record in records):
             facts = {"present": len(records), "world_size": records[0].world_size}
             rows.append(not_seen(ProofRow.RANKS, ReplayReason.RECORDS_MISSING, **facts))
             return
-        rows += rows_of_phase(Phase.ALL_RECORDS, seen)
+        rows += rows_of_phase(Phase.ALL_RECORDS, context)
         if observed_outcome.hang:
             rows.append(not_seen(ProofRow.ONE_RANK, ReplayReason.RUN_HANGS))
             return
@@ -109,12 +109,12 @@ class Prover:
             places = list(dict.fromkeys(each.source_line for each in records[0].loader_passes))
             rows.append(not_seen(ProofRow.ONE_RANK, why, batches=batches, places=places))
             return
-        seen.outcome = self.runs.observed_outcome = replace(
+        context.outcome = self.runs.observed_outcome = replace(
             observed_outcome, records=steps_of_all_ranks(records)
         )
-        rows += rows_of_phase(Phase.STEPS, seen)
-        if trains_one_model(seen):
-            rows += rows_of_phase(Phase.ONE_MODEL, seen)
+        rows += rows_of_phase(Phase.STEPS, context)
+        if trains_one_model(context):
+            rows += rows_of_phase(Phase.ONE_MODEL, context)
         rows += self.one_rank_rows(rows)
         if any(row.check == ProofRow.ONE_RANK and row.verdict == RIGHT for row in rows):
             moot = {reason for check in CHECKS for reason in check.moot_if_proven}
@@ -190,11 +190,11 @@ class Prover:
         return printed_numbers.printed_rows(replay, control.records)
 
 
-def trains_one_model(seen: Seen) -> bool:
+def trains_one_model(context: CheckContext) -> bool:
     """Do all ranks train one model, which each of them holds as a whole?"""
-    if len(seen.records) == 1 or seen.rows_of(zero_gradients.CHECK):
+    if len(context.records) == 1 or context.rows_of(zero_gradients.CHECK):
         return False
-    return not seen.model_is_divided()
+    return not context.model_is_divided()
 
 
 def steps_of_all_ranks(records: list[RankRecord]) -> list[RankRecord]:

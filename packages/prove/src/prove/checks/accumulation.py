@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import accumulate
 from prove.judge.reasons import Reason
 from prove.judge.table import WARNING, ReportRow, warning
@@ -60,9 +60,9 @@ def is_scaled(loss: Tensor) -> bool:
     return False
 
 
-def judge(seen: Seen) -> list[ReportRow]:
+def judge(context: CheckContext) -> list[ReportRow]:
     """Look at the first step: what comes before it in one line, and divides nowhere."""
-    first = seen.records[0]
+    first = context.records[0]
     backwards = first.part(FirstBackwards).calls
     places = {backward.source_line for backward in backwards}
     n = min(len(backwards), 1 + sum(backward.adds_up for backward in backwards))

@@ -1,7 +1,7 @@
 """Does each rank draw other random numbers while it loads, in its process or in its workers?"""
 
 from prove import random_state
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import plain
 from prove.judge.loader_passes import same_dataset, same_on_all_ranks
 from prove.judge.reasons import OWN_SEED, Reason
@@ -23,10 +23,10 @@ class Says(Reason):
     WORKER_SEEDS_DIFFER = "the loaders of the ranks give their workers different seeds"
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    if not seen.epochs:
+def judge(context: CheckContext) -> list[ReportRow]:
+    if not context.epochs:
         return []
-    passes = seen.epochs[0]
+    passes = context.epochs[0]
     first = passes[0]
     drew = [
         number

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from prove.checks import weights
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import AVERAGE, NO_DDP, STEP, accumulate, own_step, plain
 from prove.checks.weights import WAS_FROZEN, WRAP_AGAIN, unfrozen_parameters
 from prove.judge.reasons import Heading, Reason
@@ -73,16 +73,16 @@ class Says(Reason):
     )
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    if row := row_of_apart(seen) or row_of_lost_imaginary(seen):
+def judge(context: CheckContext) -> list[ReportRow]:
+    if row := row_of_apart(context) or row_of_lost_imaginary(context):
         return [row]
-    if steps_with_old_gradients(seen.steps):
+    if steps_with_old_gradients(context.steps):
         return []  # zero_grad.py says so
-    if row := next((row for step in seen.steps if (row := row_of_some_ranks(step))), None):
+    if row := next((row for step in context.steps if (row := row_of_some_ranks(step))), None):
         return [row]
-    factors = [(times_the_mean(step), step) for step in seen.steps]
+    factors = [(times_the_mean(step), step) for step in context.steps]
     known = [(factor, step) for factor, step in factors if factor is not None]
-    clips_at = seen.records[0].flags.get(Flag.CLIPS)
+    clips_at = context.records[0].flags.get(Flag.CLIPS)
     if not known and clips_at:
         return [not_seen(NAME, Says.CLIPPED_APART, at=clips_at)]
     if not known:
@@ -100,10 +100,10 @@ def judge(seen: Seen) -> list[ReportRow]:
     return [not_seen(NAME, Says.CLIPPED if clips else Says.CHANGED_BEFORE_STEP, **facts)]
 
 
-def row_of_apart(seen: Seen) -> ReportRow | None:
+def row_of_apart(context: CheckContext) -> ReportRow | None:
     """Judge gradients that differ between ranks; None if the steps or the weights do not."""
-    verdicts = seen.verdicts(weights.CHECK)
-    differing = [step for step in seen.steps if parameters_apart(step)]
+    verdicts = context.verdicts(weights.CHECK)
+    differing = [step for step in context.steps if parameters_apart(step)]
     if not differing or verdicts == [RIGHT]:
         return None
     if WARNING in verdicts:
@@ -114,7 +114,7 @@ def row_of_apart(seen: Seen) -> ReportRow | None:
         "names": parameter_names(step.optimizer, apart), "step": step.step_number,
         "at": step.source_line,
     }  # fmt: skip
-    unfrozen = unfrozen_parameters(seen.records[0])
+    unfrozen = unfrozen_parameters(context.records[0])
     made_at = [unfrozen.get(step.optimizer.keys[number]) for number in apart]
     if all(made_at):
         return wrong(NAME, Says.GRADIENTS_UNFROZEN, wrapped_at=made_at[0], **facts)
@@ -125,8 +125,8 @@ def parameters_apart(step: StepOfRanks) -> list[int]:
     return step.differing_parameters("gradients", 1e-4)
 
 
-def row_of_lost_imaginary(seen: Seen) -> ReportRow | None:
-    for step in seen.steps:
+def row_of_lost_imaginary(context: CheckContext) -> ReportRow | None:
+    for step in context.steps:
         if numbers := {n for of_rank in step.steps for n in of_rank.lost_imaginary}:
             names = parameter_names(step.optimizer, sorted(numbers))
             return wrong(

@@ -26,7 +26,7 @@ class Phase(IntEnum):
     ONE_MODEL = 3  # these steps train one model, which each rank holds as a whole
 
 
-class Seen:
+class CheckContext:
     """The run of all ranks, and what the checks say of it."""
 
     def __init__(self, outcome: RunOutcome) -> None:
@@ -73,7 +73,7 @@ class Check:
 
     name: str  # as the table prints it
     says: type[Reason]
-    judge: Callable[[Seen], list[ReportRow]]
+    judge: Callable[[CheckContext], list[ReportRow]]
     phase: Phase
     watch: Callable[[RankRun], None] | None = None  # runs in each rank, beside the script
     moot_if_proven: frozenset[Reason] = frozenset()  # not said if one rank computes the same

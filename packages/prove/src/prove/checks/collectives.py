@@ -5,7 +5,7 @@ Where they then wait for ever, hang.py says so.
 
 from typing import Any
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.judge.ends import ends_with_others, wait_for_ever
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import ReportRow, right, wrong
@@ -21,10 +21,10 @@ class Says(Reason):
     COLLECTIVES_ALIKE = "{calls:n call}, the same on all ranks"
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    if seen.is_alone or wait_for_ever(seen.outcome):
+def judge(context: CheckContext) -> list[ReportRow]:
+    if context.is_alone or wait_for_ever(context.outcome):
         return []
-    records = seen.records
+    records = context.records
     # Where a run ends well, a rank that called a DDP model once more did no harm.
     calls = [[call for call in rank.collectives if not call.is_of_ddp] for rank in records]
     have_ended = all(rank.ended.is_well for rank in records)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from prove.checks import weights
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.judge.reasons import Heading, Reason
 from prove.judge.steps import names_apart
 from prove.judge.table import RIGHT, ReportRow, right, warning
@@ -91,11 +91,11 @@ def watch(run: RankRun) -> None:
     run.events.module_calls.append(note)
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    if {*seen.verdicts(weights.CHECK)} - {RIGHT}:
+def judge(context: CheckContext) -> list[ReportRow]:
+    if {*context.verdicts(weights.CHECK)} - {RIGHT}:
         return []
     alike = []
-    for ranks_modules in evaluated_by_all(seen.records):
+    for ranks_modules in evaluated_by_all(context.records):
         first = ranks_modules[0]
         common, apart = names_apart([own.tensors for own in ranks_modules])
         if apart:

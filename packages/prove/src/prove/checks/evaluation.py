@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import plain
 from prove.checks.samples import TOLD_APART
 from prove.judge.loader_passes import NEARLY_ALL, same_dataset, sample_count
@@ -97,10 +97,10 @@ def watch(run: RankRun) -> None:
     run.events.loaders_read.append(note_read)
 
 
-def judge(seen: Seen) -> list[ReportRow]:
+def judge(context: CheckContext) -> list[ReportRow]:
     """A row for each reason, with all places that have it."""
-    records = seen.records
-    if not seen.epochs:
+    records = context.records
+    if not context.epochs:
         return []
     datasets: dict[tuple, list[LoaderPass]] = {}  # of each, the first evaluation by each rank
     for rank in records:
@@ -180,9 +180,9 @@ def rows_by_content(
     """Judge a stream, or data sets of which each rank holds another. unknown: what to say if the
     contents do not tell, either."""
     at, contents = passes[0].source_line, [{*loader_pass.checksums} for loader_pass in passes]
-    seen = sum(len(loader_pass.checksums) for loader_pass in passes)
+    context = sum(len(loader_pass.checksums) for loader_pass in passes)
     size, different = len(set().union(*contents)), sum(map(len, contents))
-    if different < seen / 2 or not all(contents):  # samples that look alike
+    if different < context / 2 or not all(contents):  # samples that look alike
         return [not_seen(NAME, unknown, at=at)]
     facts = {"size": size, "twice": different - size, "at": at}
     ended = all(loader_pass.ended for loader_pass in passes)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import amp, plain
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import WARNING, WRONG, ReportRow, right, warning, wrong
@@ -110,10 +110,10 @@ def watch(run: RankRun) -> None:
     run.at_end.append(keep_changed_files)
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    if seen.is_alone:
+def judge(context: CheckContext) -> list[ReportRow]:
+    if context.is_alone:
         return []
-    files = {rank.rank: rank.part(WrittenFiles) for rank in seen.records}
+    files = {rank.rank: rank.part(WrittenFiles) for rank in context.records}
     writers: dict[str, dict[int, list[OpenedFile]]] = {}
     for rank, own in files.items():
         for opened in own.opened:

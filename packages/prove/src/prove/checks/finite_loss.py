@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import LOSS, plain
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import WARNING, ReportRow, warning
@@ -38,11 +38,11 @@ class BadLoss(NamedTuple):
 class BadLosses:
     """The losses of one rank that are no finite numbers."""
 
-    seen: list[BadLoss] = field(default_factory=list)
+    losses: list[BadLoss] = field(default_factory=list)
 
 
 def watch(run: RankRun) -> None:
-    bad = run.record.part(BadLosses).seen
+    bad = run.record.part(BadLosses).losses
 
     def note(loss: torch.Tensor) -> None:
         may_overflow = loss.dtype == torch.float16 and run.record.loss_scale != 1  # GradScaler sees
@@ -55,8 +55,8 @@ def watch(run: RankRun) -> None:
     run.events.backwards.append(note)
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    bad = [(loss, rank.rank) for rank in seen.records for loss in rank.part(BadLosses).seen]
+def judge(context: CheckContext) -> list[ReportRow]:
+    bad = [(loss, rank.rank) for rank in context.records for loss in rank.part(BadLosses).losses]
     if not bad:
         return []
     first, _ = min(bad, key=lambda pair: pair[0].steps_before)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import plain
 from prove.judge.reasons import Heading, Phrase, Reason
 from prove.judge.table import WRONG, ReportRow, right, warning, wrong
@@ -53,19 +53,19 @@ def watch(run: RankRun) -> None:
     run.events.metrics.append(note)
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    return rows_of_rates(seen) + rows_of_metrics(seen)
+def judge(context: CheckContext) -> list[ReportRow]:
+    return rows_of_rates(context) + rows_of_metrics(context)
 
 
-def rows_of_rates(seen: Seen) -> list[ReportRow]:
+def rows_of_rates(context: CheckContext) -> list[ReportRow]:
     rates = [
         (
             [of_rank.learning_rates for of_rank in step.steps],
             phrase(Phrase.AT_STEP, step=step.step_number, at=step.source_line),
         )
-        for step in seen.steps
+        for step in context.steps
     ]
-    epochs = zip(*(rank.rates_after_epochs for rank in seen.records), strict=False)
+    epochs = zip(*(rank.rates_after_epochs for rank in context.records), strict=False)
     rates += [
         (list(ranks_rates), phrase(Phrase.AFTER_EPOCH, epoch=n))
         for n, ranks_rates in enumerate(epochs, start=1)
@@ -77,10 +77,10 @@ def rows_of_rates(seen: Seen) -> list[ReportRow]:
     return []
 
 
-def rows_of_metrics(seen: Seen) -> list[ReportRow]:
+def rows_of_metrics(context: CheckContext) -> list[ReportRow]:
     """What decides when the rate falls: is it one number for all ranks?"""
     number = 0
-    for metrics in zip(*(rank.part(Metrics).given for rank in seen.records), strict=False):
+    for metrics in zip(*(rank.part(Metrics).given for rank in context.records), strict=False):
         values, first = [metric.value for metric in metrics], metrics[0]
         number += 1
         if max(values) - min(values) > 1e-6 * max(map(abs, values)):

@@ -1,6 +1,6 @@
 """Do the ranks hold the same data set, before a sampler deals it out?"""
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import plain
 from prove.checks.samples import LOADER, data_sets_in_parts, facts_by_content
 from prove.judge.loader_passes import (
@@ -30,10 +30,12 @@ class Says(Reason):
     )
 
 
-def judge_fields(seen: Seen) -> list[ReportRow]:
+def judge_fields(context: CheckContext) -> list[ReportRow]:
     """Are the labels the same on all ranks, where the inputs are?"""
     rows = []
-    for epochs in passes_by_data_set(seen.records) if share_one_data_set(seen.records) else []:
+    for epochs in (
+        passes_by_data_set(context.records) if share_one_data_set(context.records) else []
+    ):
         first = epochs[0][0]
         if names := differing_fields(epochs[0]):
             says = wrong if first.sampler == "DistributedSampler" else warning
@@ -42,11 +44,11 @@ def judge_fields(seen: Seen) -> list[ReportRow]:
     return rows
 
 
-def judge_contents(seen: Seen) -> list[ReportRow]:
+def judge_contents(context: CheckContext) -> list[ReportRow]:
     """Does a DistributedSampler divide what is another data set on each rank?"""
     return [
         warning(NAME, Says.DATA_SETS_DIFFER, **facts_by_content(passes))
-        for passes in data_sets_in_parts(seen.records)
+        for passes in data_sets_in_parts(context.records)
         if passes[0].fingerprint
         and passes[0].sampler == "DistributedSampler"
         and same_on_all_ranks(passes, "dataset_length")

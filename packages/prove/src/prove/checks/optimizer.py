@@ -1,7 +1,7 @@
 """Does an optimizer hold the parameters of each model that DDP wraps?"""
 
 from prove.checks import unused_parameters
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import plain
 from prove.judge.reasons import Reason
 from prove.judge.table import WARNING, WRONG, ReportRow, right, warning, wrong
@@ -22,9 +22,9 @@ class Says(Reason):
     )
 
 
-def judge(seen: Seen) -> list[ReportRow]:
+def judge(context: CheckContext) -> list[ReportRow]:
     """Judge each DDP; rows of unused_parameters.py stand beside those of its model."""
-    first = seen.records[0]
+    first = context.records[0]
     rows = []
     for ddp in first.ddps:
         rows += [row_of(ddp, first), *unused_parameters.rows_of(ddp)]

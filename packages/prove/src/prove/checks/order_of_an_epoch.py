@@ -1,6 +1,6 @@
 """Has each epoch an order of its own?"""
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import NO_SET_EPOCH, SAMPLER, iterable, plain
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import WARNING, WRONG, ReportRow, not_seen, right, warning, wrong
@@ -28,10 +28,10 @@ class Says(Reason):
     )
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    if not seen.epochs:
+def judge(context: CheckContext) -> list[ReportRow]:
+    if not context.epochs:
         return []
-    first, *others = seen.epochs
+    first, *others = context.epochs
     later = [
         ranks_passes
         for ranks_passes in others

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import LOADING, NO_SET_EPOCH, SAMPLER, amp, iterable, plain
 from prove.judge.loader_passes import (
     NEARLY_ALL,
@@ -153,13 +153,13 @@ class Says(Reason):
     CONTENTS_SPLIT = "{share:.0%} of {seen} samples are shared ({kind})"
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    if not share_one_data_set(seen.records):
+def judge(context: CheckContext) -> list[ReportRow]:
+    if not share_one_data_set(context.records):
         return []
-    data_sets = passes_by_data_set(seen.records)
+    data_sets = passes_by_data_set(context.records)
     if not data_sets:
-        return [row_of_inputs(seen.records)]
-    return [row_of_data_set(seen.records, epochs) for epochs in data_sets]
+        return [row_of_inputs(context.records)]
+    return [row_of_data_set(context.records, epochs) for epochs in data_sets]
 
 
 def row_of_inputs(records: list[RankRecord]) -> ReportRow:

@@ -2,7 +2,7 @@
 
 import re
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import plain
 from prove.judge.ends import error_is
 from prove.judge.reasons import Heading, Reason
@@ -37,10 +37,10 @@ class Says(Reason):
     )
 
 
-def judge_end(seen: Seen) -> list[ReportRow]:
+def judge_end(context: CheckContext) -> list[ReportRow]:
     """DDP itself has stopped a rank."""
-    stopped = [rank for rank in seen.records if error_is(rank, REDUCTION_STOPPED)]
-    if seen.is_alone or not stopped or (error := stopped[0].error) is None:
+    stopped = [rank for rank in context.records if error_is(rank, REDUCTION_STOPPED)]
+    if context.is_alone or not stopped or (error := stopped[0].error) is None:
         return []
     unused = [name for ddp in stopped[0].ddps for name in ddp.not_in_last_step]
     facts = {
@@ -57,9 +57,9 @@ def rows_of(ddp: DDPRecord) -> list[ReportRow]:
     return [warning(NAME, Says.PARAMETERS_UNUSED, names=unused)] if unused and ddp.forwards else []
 
 
-def judge_steps(seen: Seen) -> list[ReportRow]:
+def judge_steps(context: CheckContext) -> list[ReportRow]:
     """Only some ranks have a gradient of some parameters."""
-    for step in seen.steps:
+    for step in context.steps:
         local = step.by_parameter("local_gradients")
         without = [
             tuple(gradient is None for gradient in ranks_gradients) for ranks_gradients in local

@@ -6,7 +6,7 @@ What moves is compared, whoever has moved it: an optimizer, or the script itself
 from typing import NamedTuple
 
 from prove.checks import zero_gradients
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import AVERAGE, LOSS, NO_DDP, STEP, amp, own_step, plain
 from prove.judge.reasons import Heading, Reason
 from prove.judge.steps import StepOfRanks, differ
@@ -44,19 +44,21 @@ class Says(Reason):
     )
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    if len(seen.records) == 1 or seen.rows_of(zero_gradients.CHECK):
+def judge(context: CheckContext) -> list[ReportRow]:
+    if len(context.records) == 1 or context.rows_of(zero_gradients.CHECK):
         return []
-    if seen.model_is_divided():
+    if context.model_is_divided():
         return [not_seen(NAME, Says.MODEL_IS_DIVIDED)]
-    if not seen.steps:
+    if not context.steps:
         return []
     weights = [
-        each for each in held_weights(seen.records, seen.steps) if each.moved or each.source_line
+        each
+        for each in held_weights(context.records, context.steps)
+        if each.moved or each.source_line
     ]
     differing = [each for each in weights if each.differs_at]
     if not differing:
-        return [right(NAME, Says.WEIGHTS_ALIKE, steps=len(seen.steps))]
+        return [right(NAME, Says.WEIGHTS_ALIKE, steps=len(context.steps))]
     for_good = [each for each in differing if not each.agrees_later]
     shown = for_good or differing
     first = min(each.differs_at[0] for each in shown)

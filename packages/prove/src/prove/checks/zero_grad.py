@@ -1,7 +1,7 @@
 """Does each step begin without the gradients of the step before?"""
 
 from prove.checks import averaged_gradients
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import plain
 from prove.judge.reasons import Heading, Reason
 from prove.judge.steps import steps_with_old_gradients
@@ -18,10 +18,10 @@ class Says(Reason):
     )
 
 
-def judge(seen: Seen) -> list[ReportRow]:
+def judge(context: CheckContext) -> list[ReportRow]:
     """Where averaged_gradients.py has a row, that tells more."""
-    kept = steps_with_old_gradients(seen.steps)
-    if not kept or seen.rows_of(averaged_gradients.CHECK):
+    kept = steps_with_old_gradients(context.steps)
+    if not kept or context.rows_of(averaged_gradients.CHECK):
         return []
     return [
         wrong(
