@@ -13,7 +13,7 @@ from prove.judge.compare_steps import (
     Comparison,
     Outcome,
     comparisons,
-    farthest,
+    largest_relative_error,
     not_compared,
     worst,
 )
@@ -65,7 +65,11 @@ class Controls:
         return [self.sum_or_mistake(each) for each in self.compared]
 
     def no_verdict(self, reason: Reason, **facts: object) -> list[Comparison]:
-        return [not_compared(reason, apart=farthest(self.compared), at=self.source_line, **facts)]
+        return [
+            not_compared(
+                reason, apart=largest_relative_error(self.compared), at=self.source_line, **facts
+            )
+        ]
 
     def forced_draws_fail(self, draws: str, forced: dict) -> list[Comparison]:
         places = source_lines_of(forced)
@@ -156,7 +160,10 @@ class Controls:
             return None
         if equal := self.with_rows_in_blocks():
             return equal
-        facts = {"apart_of_one_draw": farthest(compared), "places": source_lines_of(draws)}
+        facts = {
+            "apart_of_one_draw": largest_relative_error(compared),
+            "places": source_lines_of(draws),
+        }
         return self.no_verdict(ReplayReason.EQUAL_WITH_ONE_DRAW, **facts)
 
     def with_rows_in_blocks(self) -> list[Comparison] | None:
@@ -194,9 +201,13 @@ class Controls:
             message = "they hang" if outcome.hang else error_of(outcome)
             return self.no_verdict(ReplayReason.CONTROL_FAILS, message=message)
         limit = FLOAT64_LIMIT if self.runs.settings.float64 else 1e-3
-        if reproduced.apart <= limit:
+        if reproduced.relative_error <= limit:
             return None
-        facts = {"noise": reproduced.apart, "rank": reproduced.rank, "step": reproduced.step}
+        facts = {
+            "noise": reproduced.relative_error,
+            "rank": reproduced.rank,
+            "step": reproduced.step,
+        }
         return self.no_verdict(ReplayReason.NOT_REPRODUCED, **facts)
 
     def sum_or_mistake(self, comparison: Comparison) -> Comparison:

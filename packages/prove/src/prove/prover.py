@@ -22,7 +22,7 @@ from prove.judge.compare_steps import (
     Comparison,
     Outcome,
     comparisons,
-    farthest,
+    largest_relative_error,
     not_compared,
     worst,
 )
@@ -132,7 +132,9 @@ class Prover:
             unsure = replay_checks.unsure_draws(replay)
             unsure = unsure or replay_checks.draws_not_given(replay, rows)
             if not any(each.step_count for each in replay.rank_0_record.loader_passes):
-                no_data = not_compared(ReplayReason.ORIGINAL_GETS_NO_DATA, apart=farthest(compared))
+                no_data = not_compared(
+                    ReplayReason.ORIGINAL_GETS_NO_DATA, apart=largest_relative_error(compared)
+                )
                 unsure = unsure or no_data
             compared = [unsure] if unsure else compared
         elif unsure := replay_checks.data_not_given(replay, compared):

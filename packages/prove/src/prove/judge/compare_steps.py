@@ -13,17 +13,17 @@ from torch import Tensor
 
 from prove.comparable import precision
 from prove.judge.distances import (
-    apart_by_step,
     are_finite,
     distance,
     factor_between,
     factor_in_words,
     factor_of_moments,
-    gradients_apart,
     has_gradient,
     is_multiple,
-    name_of_farthest,
-    relative_distance,
+    name_of_largest_error,
+    relative_error_by_step,
+    relative_error_of,
+    relative_error_of_projections,
     weights_are_finite,
     weights_differ,
 )
@@ -149,19 +149,24 @@ class Comparer:
         one_gradient = torch.cat([pair.one_gradient for pair in self.gradients])
         # 0: of a loss that has no weight yet
         length = float(one_gradient.norm() or ranks_gradient.norm())
-        apart = float((ranks_gradient - one_gradient).norm()) / (length or 1.0)
-        if (apart > self.limit or not length) and self.averages_later:
-            return self.compare_by_weights(apart)
-        if apart <= self.limit:
-            return self.compare_weights(apart)
-        return self.compare_by_gradient(apart, ranks_gradient, one_gradient)
+        relative_error = float((ranks_gradient - one_gradient).norm()) / (length or 1.0)
+        if (relative_error > self.limit or not length) and self.averages_later:
+            return self.compare_by_weights(relative_error)
+        if relative_error <= self.limit:
+            return self.compare_weights(relative_error)
+        return self.compare_by_gradient(relative_error, ranks_gradient, one_gradient)
 
     def compare_by_gradient(
-        self, apart: float, ranks_gradient: Tensor, one_gradient: Tensor
+        self, relative_error: float, ranks_gradient: Tensor, one_gradient: Tensor
     ) -> Comparison:
         at = source_line_of_loss(self.replay) or self.source_line
-        facts = {"apart": apart, "step": 1, "at": at, "place": first_difference(self.replay)}
-        if apart <= self.wrong_from:
+        facts = {
+            "apart": relative_error,
+            "step": 1,
+            "at": at,
+            "place": first_difference(self.replay),
+        }
+        if relative_error <= self.wrong_from:
             return self.too_close(facts)
         return self.cause_of_other_gradient(ranks_gradient, one_gradient, facts)
 
@@ -185,7 +190,7 @@ class Comparer:
             and not any(map(weights_differ, befores))
         )
 
-    def compare_by_weights(self, apart: float) -> Comparison:
+    def compare_by_weights(self, relative_error: float) -> Comparison:
         """Compare the weights that the first steps leave behind for the next ones."""
         inside = any(
             step.exchanges_inside for step in self.replay.own_steps(self.optimizer_index)[0]
@@ -198,25 +203,31 @@ class Comparer:
         else:
             states += self.states_after_last_step()
         states = [*takewhile(lambda state: all(map(are_finite, state)), states)]
-        by_step = apart_by_step(states)
-        facts: dict[str, Any] = {"apart": apart, "steps": len(by_step), "at": self.source_line}
-        if len(by_step) < FEWEST_STEPS:
+        error_by_step = relative_error_by_step(states)
+        facts: dict[str, Any] = {
+            "apart": relative_error,
+            "steps": len(error_by_step),
+            "at": self.source_line,
+        }
+        if len(error_by_step) < FEWEST_STEPS:
             return not_compared(ReplayReason.TOO_FEW_STEPS, **facts)
-        first = max(list(by_step.values())[:FIRST_STEPS])
+        first = max(list(error_by_step.values())[:FIRST_STEPS])
         factor = factor_of_moments(self.steps[0]) if first <= HIDDEN_FACTOR_LIMIT else None
         if factor is not None:
             facts |= {"factor": factor, "times": factor_in_words(factor, len(self.replay.records))}
             facts["weights_apart"] = first
             return Comparison(Outcome.MEANT_SO, ReplayReason.HIDDEN_FACTOR, facts)
-        step = next((n for n, value in by_step.items() if value > self.wrong_from), max(by_step))
-        facts |= {"weights_apart": max(by_step.values()), "step": step}
+        step = next(
+            (n for n, value in error_by_step.items() if value > self.wrong_from), max(error_by_step)
+        )
+        facts |= {"weights_apart": max(error_by_step.values()), "step": step}
         if facts["weights_apart"] <= max(WEIGHTS_LIMIT, self.limit):
             return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_AFTER_STEP, facts)
         if facts["weights_apart"] <= self.wrong_from:
             return self.too_close(facts | {"apart": facts["weights_apart"]})
         facts |= {
-            "weights_apart": by_step[step],
-            "most_in": name_of_farthest(self.optimizer.names, *states[step]),
+            "weights_apart": error_by_step[step],
+            "most_in": name_of_largest_error(self.optimizer.names, *states[step]),
         }
         facts["epoch"] = self.steps[step - 1][0].epoch
         reason = ReplayReason.STEP_DIFFERS if inside else ReplayReason.AVERAGED_WEIGHTS_DIFFER
@@ -307,10 +318,10 @@ class Comparer:
         ]
         factors = [factor_between(pair) for pair in known]
         names = self.optimizer.names
-        farthest = max(self.gradients, key=relative_distance)
+        farthest = max(self.gradients, key=relative_error_of)
         facts = facts | {
             "most_in": names[farthest.parameter],
-            "shares": {names[pair.parameter]: relative_distance(pair) for pair in self.gradients},
+            "shares": {names[pair.parameter]: relative_error_of(pair) for pair in self.gradients},
         }
         if known:
             factor = sorted(factors)[len(factors) // 2]
@@ -341,9 +352,9 @@ class Comparer:
             return ReplayReason.GRADIENT_DIFFERS_GATHER
         return ReplayReason.GRADIENT_DIFFERS
 
-    def compare_weights(self, apart: float) -> Comparison:
+    def compare_weights(self, relative_error: float) -> Comparison:
         """Compare the weights after the last step with those of one rank."""
-        facts = {"apart": apart, "at": self.source_line, "limit": self.limit}
+        facts = {"apart": relative_error, "at": self.source_line, "limit": self.limit}
         if not self.steps:
             return Comparison(Outcome.EQUAL, ReplayReason.FIRST_GRADIENT_EQUAL, facts)
         steps = list(takewhile(weights_are_finite, self.steps))
@@ -354,27 +365,30 @@ class Comparer:
         else:
             afters = [[own.weights_after for own in pair] for pair in steps]
         change = distance(steps[-1][0].weights_after, steps[0][0].weights_before) or 1.0
-        weights_apart = [distance(*after) / change for after in afters]
-        facts |= {"steps": len(steps), "weights_apart": weights_apart[-1]}
+        weight_errors = [distance(*after) / change for after in afters]
+        facts |= {"steps": len(steps), "weights_apart": weight_errors[-1]}
         # A rounding error grows from step to step, and Adam divides by small gradients.
         if self.limit > FLOAT64_LIMIT:
-            return self.compare_less_precisely(steps, weights_apart[-1], facts)
-        if weights_apart[-1] <= 1e-5:
+            return self.compare_less_precisely(steps, weight_errors[-1], facts)
+        if weight_errors[-1] <= 1e-5:
             return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_TO_ONE, facts)
-        return self.cause_of_other_weights(steps, weights_apart, facts)
+        return self.cause_of_other_weights(steps, weight_errors, facts)
 
     def compare_less_precisely(
-        self, steps: list[tuple[OptimizerStep, OptimizerStep]], apart: float, facts: dict[str, Any]
+        self,
+        steps: list[tuple[OptimizerStep, OptimizerStep]],
+        relative_error: float,
+        facts: dict[str, Any],
     ) -> Comparison:
         """A mistake that begins later is larger at once; rounding grows."""
         before = 0.0
         for n, (ranks_step, one_step) in enumerate(steps, start=1):
-            now = gradients_apart(ranks_step.gradients, one_step.gradients)
-            if now > max(self.wrong_from, 30 * before):
-                facts |= {"step": n, "apart": now, "epoch": ranks_step.epoch}
+            gradient_error = relative_error_of_projections(ranks_step.gradients, one_step.gradients)
+            if gradient_error > max(self.wrong_from, 30 * before):
+                facts |= {"step": n, "apart": gradient_error, "epoch": ranks_step.epoch}
                 return self.other_later_gradient(facts, ranks_step, one_step)
-            before = max(before, now)
-        if apart <= self.limit:
+            before = max(before, gradient_error)
+        if relative_error <= self.limit:
             return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_LESS_PRECISE, facts)
         facts |= {"advice": self.advice}
         return Comparison(Outcome.TOO_CLOSE, ReplayReason.LITTLE_PRECISION, facts)
@@ -385,7 +399,7 @@ class Comparer:
         batches = (ranks_step.epoch, ranks_step.batch), (one_step.epoch, one_step.batch)
         if batches[0] == batches[1] or self.replay.is_of_original:
             gradients = ranks_step.gradients, one_step.gradients
-            facts |= {"most_in": name_of_farthest(self.optimizer.names, *gradients)}
+            facts |= {"most_in": name_of_largest_error(self.optimizer.names, *gradients)}
             before = distance(ranks_step.weights_before, one_step.weights_before)
             change = distance(ranks_step.weights_after, self.steps[0][0].weights_before)
             if before > self.wrong_from * change:
@@ -398,47 +412,47 @@ class Comparer:
     def cause_of_other_weights(
         self,
         steps: list[tuple[OptimizerStep, OptimizerStep]],
-        weights_apart: list[float],
+        weight_errors: list[float],
         facts: dict[str, Any],
     ) -> Comparison:
         """A later gradient, rounding that the optimizer has made larger, or a mistake."""
-        of_gradients = [
-            gradients_apart(ranks_step.gradients, one_step.gradients)
+        gradient_errors = [
+            relative_error_of_projections(ranks_step.gradients, one_step.gradients)
             for ranks_step, one_step in steps
         ]
-        for n, (gradient_apart, (ranks_step, one_step)) in enumerate(
-            zip(of_gradients, steps, strict=True), start=1
+        for n, (gradient_error, (ranks_step, one_step)) in enumerate(
+            zip(gradient_errors, steps, strict=True), start=1
         ):
-            if gradient_apart > FLOAT64_WRONG:
-                facts |= {"step": n, "apart": gradient_apart, "epoch": steps[n - 1][0].epoch}
+            if gradient_error > FLOAT64_WRONG:
+                facts |= {"step": n, "apart": gradient_error, "epoch": steps[n - 1][0].epoch}
                 return self.other_later_gradient(facts, ranks_step, one_step)
         adapts = any(optimizer.is_adaptive for optimizer in self.replay.rank_0_record.optimizers)
-        if adapts and weights_apart[0] <= 1e-5 and not other_change_between(steps, weights_apart):
+        if adapts and weight_errors[0] <= 1e-5 and not other_change_between(steps, weight_errors):
             # A bias whose gradient is only rounding (before BatchNorm, of attention's keys) grows
             # from step to step, because the optimizer divides by that gradient. A mistake between
             # two steps would show in the gradient of the second.
-            facts |= {"gradients_apart": max(of_gradients), "first_apart": weights_apart[0]}
+            facts |= {"gradients_apart": max(gradient_errors), "first_apart": weight_errors[0]}
             return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_BUT_ROUNDING, facts)
-        if max(weights_apart) <= FLOAT64_WRONG:
-            return self.too_close(facts | {"step": len(steps), "apart": max(weights_apart)})
-        step = next(n for n, far in enumerate(weights_apart) if far > FLOAT64_WRONG)
+        if max(weight_errors) <= FLOAT64_WRONG:
+            return self.too_close(facts | {"step": len(steps), "apart": max(weight_errors)})
+        step = next(n for n, far in enumerate(weight_errors) if far > FLOAT64_WRONG)
         both = [own.weights_after for own in steps[step]]
-        most_in = name_of_farthest(self.optimizer.names, *both)
-        facts |= {"steps": step + 1, "weights_apart": weights_apart[step], "most_in": most_in}
+        most_in = name_of_largest_error(self.optimizer.names, *both)
+        facts |= {"steps": step + 1, "weights_apart": weight_errors[step], "most_in": most_in}
         facts["epoch"] = steps[step][0].epoch
         return Comparison(Outcome.DIFFERENT, ReplayReason.WEIGHTS_OF_ONE_DIFFER, facts)
 
 
 def other_change_between(
-    steps: list[tuple[OptimizerStep, OptimizerStep]], weights_apart: list[float]
+    steps: list[tuple[OptimizerStep, OptimizerStep]], weight_errors: list[float]
 ) -> bool:
     """Does the script itself part weights that were equal after a step, before the next one? A loss
     that is linear in them, as that of a critic, does not show it in the next gradient."""
     change = distance(steps[-1][0].weights_after, steps[0][0].weights_before) or 1.0
     return any(
-        apart <= 1e-5
+        relative_error <= 1e-5
         and distance(ranks_step.weights_before, one_step.weights_before) > FLOAT64_WRONG * change
-        for apart, (ranks_step, one_step) in zip(weights_apart, steps[1:], strict=False)
+        for relative_error, (ranks_step, one_step) in zip(weight_errors, steps[1:], strict=False)
     )
 
 
@@ -478,18 +492,23 @@ def compare_by_model(replay: Replay, at: str) -> Comparison | None:
         [[run[count][key] for key in keys] for run in (ranks_weights, one_weights)]
         for count in counts
     ]
-    by_step = apart_by_step(states)
-    if len(by_step) < FEWEST_STEPS or distance(*states[0]) > 0:
+    error_by_step = relative_error_by_step(states)
+    if len(error_by_step) < FEWEST_STEPS or distance(*states[0]) > 0:
         return None
-    apart = max(by_step.values())
-    facts = {"steps": len(by_step), "weights_apart": apart, "apart": apart, "at": at}
-    if apart <= WEIGHTS_LIMIT:
+    relative_error = max(error_by_step.values())
+    facts = {
+        "steps": len(error_by_step),
+        "weights_apart": relative_error,
+        "apart": relative_error,
+        "at": at,
+    }
+    if relative_error <= WEIGHTS_LIMIT:
         return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_AFTER_STEP, facts)
-    if apart <= HIDDEN_FACTOR_LIMIT:
+    if relative_error <= HIDDEN_FACTOR_LIMIT:
         return None
-    step = next(n for n, value in by_step.items() if value > HIDDEN_FACTOR_LIMIT)
-    most_in = name_of_farthest(keys, *states[step]).partition(": ")[2]
-    facts |= {"step": step, "most_in": most_in, "weights_apart": by_step[step]}
+    step = next(n for n, value in error_by_step.items() if value > HIDDEN_FACTOR_LIMIT)
+    most_in = name_of_largest_error(keys, *states[step]).partition(": ")[2]
+    facts |= {"step": step, "most_in": most_in, "weights_apart": error_by_step[step]}
     return Comparison(Outcome.DIFFERENT, ReplayReason.STEP_DIFFERS, facts)
 
 
@@ -499,10 +518,10 @@ def one_of_each(compared: list[Comparison]) -> list[Comparison]:
     for each in compared:
         key = (each.outcome, each.reason, each.facts.get("at"), each.facts.get("times"))
         groups.setdefault(key, []).append(each)
-    return [max(group, key=apart_of) for group in groups.values()]
+    return [max(group, key=relative_error_in) for group in groups.values()]
 
 
-def apart_of(compared: Comparison) -> float:
+def relative_error_in(compared: Comparison) -> float:
     return float(compared.facts.get("apart", 0.0))
 
 
@@ -510,5 +529,5 @@ def worst(compared: list[Comparison]) -> Outcome:
     return min((each.outcome for each in compared), key=list(Outcome).index)
 
 
-def farthest(compared: list[Comparison]) -> float:
-    return max(map(apart_of, compared), default=0.0)
+def largest_relative_error(compared: list[Comparison]) -> float:
+    return max(map(relative_error_in, compared), default=0.0)

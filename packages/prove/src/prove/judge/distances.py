@@ -20,7 +20,7 @@ def distance(projections: list, others: list) -> float:
     return float(sum((value - other) ** 2 for (value, _), (other, _) in pairs) ** 0.5)
 
 
-def apart_by_step(states: Sequence[Sequence[list[Projection]]]) -> dict[int, float]:
+def relative_error_by_step(states: Sequence[Sequence[list[Projection]]]) -> dict[int, float]:
     """How far the weights of both runs are apart after each step that moved them, in its change.
 
     states: before each step and after the last one, the weights of all ranks and those of one.
@@ -32,14 +32,14 @@ def apart_by_step(states: Sequence[Sequence[list[Projection]]]) -> dict[int, flo
     }
 
 
-def name_of_farthest(names: list[str], projections: Projections, others: Projections) -> str:
+def name_of_largest_error(names: list[str], projections: Projections, others: Projections) -> str:
     """The name of the tensor whose projections are farthest apart."""
     pairs = zip(projections, others, strict=False)
     far = [abs(own[0] - other[0]) if own and other else 0.0 for own, other in pairs]
     return names[far.index(max(far))]
 
 
-def gradients_apart(gradients: list, others: list) -> float:
+def relative_error_of_projections(gradients: list, others: list) -> float:
     """How far two gradients are apart, in units of their length."""
     pairs = zip(gradients, others, strict=False)
     known = [pair for pair in pairs if None not in pair]
@@ -47,7 +47,7 @@ def gradients_apart(gradients: list, others: list) -> float:
     return distance([own for own, _ in known], [other for _, other in known]) / (length or 1.0)
 
 
-def relative_distance(pair: Gradients) -> float:
+def relative_error_of(pair: Gradients) -> float:
     return float(
         (pair.ranks_gradient - pair.one_gradient).norm() / (pair.one_gradient.norm() + 1e-30)
     )

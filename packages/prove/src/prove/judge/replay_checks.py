@@ -4,7 +4,7 @@ import re
 from typing import Any, NamedTuple
 
 from prove.judge.compare_steps import Comparison, Outcome, not_compared
-from prove.judge.distances import distance, gradients_apart, numbers_differ
+from prove.judge.distances import distance, numbers_differ, relative_error_of_projections
 from prove.judge.reasons import Phrase, Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
@@ -24,7 +24,7 @@ SMALL_BATCH = 16  # values per channel from which BatchNorm's statistics are goo
 class Reproduction(NamedTuple):
     """All ranks ran again, fed their own records: did they compute the same?"""
 
-    apart: float  # the farthest of all gradients, in units of their length
+    relative_error: float  # the farthest of all gradients, in units of their length
     rank: int
     step: int
     source_line: str
@@ -34,7 +34,7 @@ def reproduction(
     observed_records: list[RankRecord], control: list[RankRecord]
 ) -> Reproduction | None:
     """Measure how well the control reproduces the observed run; None if it did not come so far."""
-    apart = Reproduction(0.0, 0, 1, "")
+    relative_error = Reproduction(0.0, 0, 1, "")
     if len(control) != len(observed_records):
         return None
     for own, again in zip(observed_records, control, strict=True):
@@ -43,13 +43,13 @@ def reproduction(
         for optimizer, other in zip(own.optimizers, again.optimizers, strict=False):
             pairs = list(zip(optimizer.steps, other.steps, strict=False))
             for n, (step, step_again) in enumerate(pairs, start=1):
-                new = gradients_apart(step.gradients, step_again.gradients)
+                new = relative_error_of_projections(step.gradients, step_again.gradients)
                 if not any(step.gradients):
                     change = distance(step.weights_after, step.weights_before) or 1.0
                     new = distance(step.weights_after, step_again.weights_after) / change
-                if new > apart.apart:
-                    apart = Reproduction(new, own.rank, n, step.source_line)
-    return apart
+                if new > relative_error.relative_error:
+                    relative_error = Reproduction(new, own.rank, n, step.source_line)
+    return relative_error
 
 
 def is_sum_over_local_batch(replay: Replay, sequence: Replay) -> bool:
