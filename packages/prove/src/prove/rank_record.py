@@ -109,7 +109,7 @@ class Flag(Enum):
 
 
 SECONDS_PER_BEAT = 0.2  # the record is written again, and read again
-MOST_COLLECTIVES = 4000  # more are not written down
+MAX_COLLECTIVES = 4000  # more are not written down
 EVALUATION_FACTOR = 4  # an evaluation gets so many times the batches of a training epoch
 
 Part = TypeVar("Part")

@@ -32,10 +32,10 @@ NUMBER_OF_RANKS = (
 FLAG_FOR_RANKS = re.compile(
     r"""["'](--(?:world[-_]size|num[-_]gpus|n?gpus|nprocs?|num[-_]processes|devices))["']"""
 )
-MOST_LONGER_RUNS = 2  # to find out how an epoch ends
+MAX_LONGER_RUNS = 2  # to find out how an epoch ends
 SECONDS_OF_SMALL_STEPS = 5  # in a shorter run, threads would only wait for each other
-MOST_BATCHES_TO_THE_END = 64  # that an epoch may have, if we are to see how it ends
-LEAST_SECONDS = 20.0  # that a script gets to fail by itself
+MAX_BATCHES_TO_THE_END = 64  # that an epoch may have, if we are to see how it ends
+MIN_BARE_SECONDS = 20.0  # that a script gets to fail by itself
 
 
 def command_of_one_rank(args: Namespace) -> list[str] | None:
@@ -172,7 +172,7 @@ class Runs:
 
     def observe_last_window(self, outcome: RunOutcome) -> RunOutcome:
         """Observe longer where several batches make one step, until an epoch ends as it should."""
-        for _ in range(MOST_LONGER_RUNS):
+        for _ in range(MAX_LONGER_RUNS):
             if failed(outcome) or outcome.hang or not outcome.records:
                 break
             batches = epoch_ends.batches_up_to_last_window(outcome.records[0])
@@ -185,7 +185,7 @@ class Runs:
     def observe_shortest_epoch(self, records: list[RankRecord]) -> None:
         """Note whether ranks with unequal numbers of batches stop together."""
         shortest = epoch_ends.shortest_of_unequal_epochs(records)
-        if not 0 < shortest <= MOST_BATCHES_TO_THE_END:
+        if not 0 < shortest <= MAX_BATCHES_TO_THE_END:
             return
         batches = shortest + 1
         self.report(f"the ranks have unequal numbers of batches: again, with {batches} in an epoch")
@@ -195,7 +195,7 @@ class Runs:
 
     def run_bare(self, outcome: RunOutcome) -> RunOutcome:
         """Run the script unobserved, a little longer than it ran here: does it fail by itself?"""
-        seconds = max(LEAST_SECONDS, 3 * outcome.seconds)
+        seconds = max(MIN_BARE_SECONDS, 3 * outcome.seconds)
         settings = replace(self.settings, mode=Mode.BARE)
         return self.run(settings, self.args.command, seconds)
 

@@ -12,7 +12,7 @@ from prove.judge.table import WARNING, ReportRow, warning
 from prove.watch.rank_run import RankRun, source_line
 
 NAME = "accumulation"
-MOST_BACKWARDS = 64  # more are not written down
+MAX_BACKWARDS = 64  # more are not written down
 
 
 class Says(Reason):
@@ -41,7 +41,7 @@ def watch(run: RankRun) -> None:
     calls = run.record.part(FirstBackwards).calls
 
     def note(loss: Tensor) -> None:
-        if run.record.step_count == 0 and len(calls) < MOST_BACKWARDS:
+        if run.record.step_count == 0 and len(calls) < MAX_BACKWARDS:
             adds_up = run.models.holds_gradients()
             calls.append(FirstBackward(source_line(), is_scaled(loss), adds_up))
 

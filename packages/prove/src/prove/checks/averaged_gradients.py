@@ -22,7 +22,7 @@ APART = "the ranks step with different gradients in {apart} of {tensors} tensors
 APART += "(step {step} at {at})"
 TOLERANCES = {"torch.float64": 1e-6, "torch.complex128": 1e-6}
 TOLERANCES |= {"torch.float32": 2e-3, "torch.complex64": 2e-3}
-MOST_RANKS = 8  # of which every choice is tried
+MAX_RANKS = 8  # of which every choice is tried
 
 
 class Says(Reason):
@@ -144,7 +144,7 @@ def row_of_some_ranks(step: StepOfRanks) -> ReportRow | None:
     computes = [any(each.local[rank] for each in known) for rank in ranks]
     if parameters_apart(step) or not all(computes):
         return None
-    if not known or len(ranks) > MOST_RANKS or times_the_mean(step) is not None:
+    if not known or len(ranks) > MAX_RANKS or times_the_mean(step) is not None:
         return None
     facts = {"step": step.step_number, "at": step.source_line}
     for number in ranks[1:]:  # the mean of so many of them

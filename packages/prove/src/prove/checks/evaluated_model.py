@@ -20,7 +20,7 @@ from prove.watch.model_tensors import is_divided, project, without_wrappers
 from prove.watch.rank_run import RankRun, source_line
 
 NAME = "evaluated model"
-MOST_EVALUATED = 32  # more are not written down
+MAX_EVALUATED_MODULES = 32  # more are not written down
 
 
 class Says(Reason):
@@ -70,7 +70,7 @@ def watch(run: RankRun) -> None:
         if not steps or (module.training and torch.is_grad_enabled()):
             return
         name, last = noted.get(module, (f"{type(module).__name__} called at {source_line()}", 0))
-        if steps < 2 * last or len(evaluated) >= MOST_EVALUATED:
+        if steps < 2 * last or len(evaluated) >= MAX_EVALUATED_MODULES:
             return
         if isinstance(module, nn.parallel.DistributedDataParallel) or is_divided(module):
             return

@@ -9,7 +9,7 @@ from prove.checks.samples import TOLD_APART
 from prove.judge.loader_passes import NEARLY_ALL, same_dataset, sample_count
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import RIGHT, WARNING, ReportRow, not_seen, right, warning
-from prove.rank_record import EVALUATION_FACTOR, MOST_COLLECTIVES, Flag, LoaderPass, RankRecord
+from prove.rank_record import EVALUATION_FACTOR, MAX_COLLECTIVES, Flag, LoaderPass, RankRecord
 from prove.watch.rank_run import RankRun
 
 NAME = "evaluation"
@@ -248,7 +248,7 @@ def may_be_summed(rank: RankRecord, evaluated: LoaderPass) -> bool:
         call for call in rank.collectives[evaluated.collectives_before : end] if not call.is_of_ddp
     ]
     sums = [call for call in calls if not (call.batchnorm or "barrier" in call.name)]
-    return end >= MOST_COLLECTIVES or bool(sums)
+    return end >= MAX_COLLECTIVES or bool(sums)
 
 
 PLANTED = (

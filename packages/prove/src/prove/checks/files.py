@@ -18,8 +18,8 @@ from prove.watch.process_io import copy_of
 from prove.watch.rank_run import RankRun, source_line
 
 NAME = "files"
-MOST_OPENED = 1000  # more are not written down
-MOST_ROWS = 3
+MAX_OPENED = 1000  # more are not written down
+MAX_ROWS = 3
 OPENED = "{path} is opened for writing by ranks {ranks!s} ({at})"
 WRITE_ONCE = "if dist.get_rank() == 0, and a barrier before another rank reads it"
 WRITE_OWN = "a name with the rank in it, if each rank keeps something of its own (the state of its "
@@ -78,7 +78,7 @@ def watch(run: RankRun) -> None:
 
     def note_change(path: str, mode: str | None) -> None:
         is_lock = path.endswith(".lock")  # which all ranks may open
-        if mode is not None and not is_lock and len(files.opened) < MOST_OPENED:
+        if mode is not None and not is_lock and len(files.opened) < MAX_OPENED:
             files.opened.append(OpenedFile(path, mode, source_line(), run.record.step_count))
 
     def note_text(path: str, text: str) -> None:
@@ -140,7 +140,7 @@ def judge(context: CheckContext) -> list[ReportRow]:
             rows.append(wrong(NAME, Says.FILE_OF_SEVERAL_RANKS, **facts))
     if writers and not rows:
         return [right(NAME, Says.FILES_OF_ONE_RANK, files=len(writers))]
-    return rows[:MOST_ROWS]
+    return rows[:MAX_ROWS]
 
 
 def last_openings_alike(by_rank: list[list[OpenedFile]]) -> list[OpenedFile]:

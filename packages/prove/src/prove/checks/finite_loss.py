@@ -16,7 +16,7 @@ from prove.judge.table import WARNING, ReportRow, warning
 from prove.watch.rank_run import RankRun, source_line
 
 NAME = "finite loss"
-MOST_LOSSES = 64  # more are not written down
+MAX_LOSSES = 64  # more are not written down
 
 
 class Says(Reason):
@@ -47,7 +47,7 @@ def watch(run: RankRun) -> None:
     def note(loss: torch.Tensor) -> None:
         may_overflow = loss.dtype == torch.float16 and run.record.loss_scale != 1  # GradScaler sees
         is_plain = loss.numel() == 1 and not hasattr(loss, "full_tensor")
-        if is_plain and not may_overflow and len(bad) < MOST_LOSSES:
+        if is_plain and not may_overflow and len(bad) < MAX_LOSSES:
             value = float(loss.detach())
             if not math.isfinite(value):
                 bad.append(BadLoss(str(value), source_line(), run.record.step_count))

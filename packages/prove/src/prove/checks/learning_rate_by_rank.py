@@ -11,7 +11,7 @@ from prove.judge.wording import phrase
 from prove.watch.rank_run import RankRun, source_line
 
 NAME = "learning rate by rank"
-MOST_METRICS = 1000  # more are not written down
+MAX_METRICS = 1000  # more are not written down
 
 
 class Says(Reason):
@@ -47,7 +47,7 @@ def watch(run: RankRun) -> None:
     given = run.record.part(Metrics).given
 
     def note(value: float) -> None:
-        if len(given) < MOST_METRICS:
+        if len(given) < MAX_METRICS:
             given.append(Metric(value, source_line(), run.record.step_count))
 
     run.events.metrics.append(note)

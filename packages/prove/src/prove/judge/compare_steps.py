@@ -41,9 +41,11 @@ FLOAT64_WRONG = 1e-4  # what differs less may be rounding that has grown: no ver
 SMALLEST_LENGTH = 1e-12  # a gradient that is shorter is rounding itself
 COARSEST = 0.01  # numbers near 1 are 0.008 apart in bfloat16: coarser ones tell too little
 FIRST_STEPS = 3  # whose weights decide where the gradient is not yet what all ranks have in common
-FEWEST_STEPS = 2  # that moved: Adam's first step is a sign
-WEIGHTS_LIMIT = 1e-5  # of what a step changes: rounding grows, and Adam divides by small gradients
-HIDDEN_FACTOR_LIMIT = 1e-2  # of that change: what the epsilon of Adam lets through of a factor
+MIN_STEPS = 2  # that moved: Adam's first step is a sign
+MAX_WEIGHT_ERROR = (
+    1e-5  # of what a step changes: rounding grows, and Adam divides by small gradients
+)
+MAX_HIDDEN_FACTOR_ERROR = 1e-2  # of that change: what the epsilon of Adam lets through of a factor
 
 OF_OTHER_PARAMETERS = (ReplayReason.OTHER_SHAPE, ReplayReason.OTHER_PARAMETERS)
 
@@ -209,10 +211,10 @@ class Comparer:
             "steps": len(error_by_step),
             "at": self.source_line,
         }
-        if len(error_by_step) < FEWEST_STEPS:
+        if len(error_by_step) < MIN_STEPS:
             return not_compared(ReplayReason.TOO_FEW_STEPS, **facts)
         first = max(list(error_by_step.values())[:FIRST_STEPS])
-        factor = factor_of_moments(self.steps[0]) if first <= HIDDEN_FACTOR_LIMIT else None
+        factor = factor_of_moments(self.steps[0]) if first <= MAX_HIDDEN_FACTOR_ERROR else None
         if factor is not None:
             facts |= {"factor": factor, "times": factor_in_words(factor, len(self.replay.records))}
             facts["weights_apart"] = first
@@ -221,7 +223,7 @@ class Comparer:
             (n for n, value in error_by_step.items() if value > self.wrong_from), max(error_by_step)
         )
         facts |= {"weights_apart": max(error_by_step.values()), "step": step}
-        if facts["weights_apart"] <= max(WEIGHTS_LIMIT, self.limit):
+        if facts["weights_apart"] <= max(MAX_WEIGHT_ERROR, self.limit):
             return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_AFTER_STEP, facts)
         if facts["weights_apart"] <= self.wrong_from:
             return self.too_close(facts | {"apart": facts["weights_apart"]})
@@ -493,7 +495,7 @@ def compare_by_model(replay: Replay, at: str) -> Comparison | None:
         for count in counts
     ]
     error_by_step = relative_error_by_step(states)
-    if len(error_by_step) < FEWEST_STEPS or distance(*states[0]) > 0:
+    if len(error_by_step) < MIN_STEPS or distance(*states[0]) > 0:
         return None
     relative_error = max(error_by_step.values())
     facts = {
@@ -502,11 +504,11 @@ def compare_by_model(replay: Replay, at: str) -> Comparison | None:
         "apart": relative_error,
         "at": at,
     }
-    if relative_error <= WEIGHTS_LIMIT:
+    if relative_error <= MAX_WEIGHT_ERROR:
         return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_AFTER_STEP, facts)
-    if relative_error <= HIDDEN_FACTOR_LIMIT:
+    if relative_error <= MAX_HIDDEN_FACTOR_ERROR:
         return None
-    step = next(n for n, value in error_by_step.items() if value > HIDDEN_FACTOR_LIMIT)
+    step = next(n for n, value in error_by_step.items() if value > MAX_HIDDEN_FACTOR_ERROR)
     most_in = name_of_largest_error(keys, *states[step]).partition(": ")[2]
     facts |= {"step": step, "most_in": most_in, "weights_apart": error_by_step[step]}
     return Comparison(Outcome.DIFFERENT, ReplayReason.STEP_DIFFERS, facts)

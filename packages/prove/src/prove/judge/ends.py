@@ -17,7 +17,7 @@ OTHER_MESSAGE = re.compile(  # the other rank sent something else: it is in anot
 LAUNCHER = "torch.distributed.elastic"  # its own error says only that a rank has failed
 INSTALLED = re.compile("-packages/|/lib/python|/prove/src/prove/")  # no line of the script
 NO_CALL = Collective("no collective", "any place")
-MOST_CHARACTERS = 240  # of an error
+MAX_CHARACTERS = 240  # of an error
 
 
 def error_is(rank: RankRecord, kind: re.Pattern) -> bool:
@@ -107,7 +107,7 @@ def error_of(outcome: RunOutcome) -> str:
         key=lambda rank: (error_is(rank, LOST_CONNECTION), rank.error and rank.error.seconds)
     )
     if failed and (error := failed[0].error):
-        message = " ".join(error.message.split())[:MOST_CHARACTERS]
+        message = " ".join(error.message.split())[:MAX_CHARACTERS]
         return f"{error.class_name} at {error.source_line}: {message}"
     lines = [line.strip() for line in outcome.log.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|error:", line)]

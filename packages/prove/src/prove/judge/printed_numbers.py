@@ -30,7 +30,7 @@ NO_RESULT = re.compile(  # its name; a rate and an epoch may follow the number o
 UNIT = re.compile(
     r"\s?(?:m?s|secs?|seconds?|min|minutes?|h|hours?|[KMGT]i?B|it|img|\w*/s)\b|\s?%\|"
 )
-FEWEST_DIGITS = 3  # of a number that no word explains: two could be equal by chance
+MIN_DIGITS = 3  # of a number that no word explains: two could be equal by chance
 
 
 class PrintedNumber(NamedTuple):
@@ -74,7 +74,7 @@ def numbers_in(line: str) -> Iterator[tuple[int, PrintedNumber]]:
         name = NAME.search(line[: match.start()])
         digits = re.sub(r"[eE].*|\D", "", match[0]).lstrip("0")
         is_result = not (name and NO_RESULT.search(name[1])) and not UNIT.match(line, match.end())
-        if is_result and len(digits) >= FEWEST_DIGITS:
+        if is_result and len(digits) >= MIN_DIGITS:
             position = sum(start < match.start() for start in places)
             yield position, PrintedNumber(name[1] if name else "a number", match[0], False)
 

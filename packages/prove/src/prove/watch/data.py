@@ -29,10 +29,10 @@ from prove.watch.model import ModelWatcher
 from prove.watch.rank_run import RankRun, save_tensors, source_line, wrap
 
 EPOCHS = 3  # after which the run ends
-MOST_INDICES = 2_000_000  # more are not listed: a sampler may have no end
+MAX_INDICES = 2_000_000  # more are not listed: a sampler may have no end
 END = object()  # what next() returns when a loader has no more batches
-MOST_SIZES = 64  # sizes of batches that are written down
-MOST_MICRO_BATCHES = 32  # given for each one of --batches, where several make one step
+MAX_SIZES = 64  # sizes of batches that are written down
+MAX_MICRO_BATCHES = 32  # given for each one of --batches, where several make one step
 
 
 def fingerprint(dataset: Any) -> tuple[list[list[int]], list[str]]:
@@ -109,7 +109,7 @@ class ListedSampler:
         for batch in iterator:
             listed.append(batch)
             samples += len(batch) if isinstance(batch, list | tuple) else 1
-            if samples >= MOST_INDICES:
+            if samples >= MAX_INDICES:
                 break
         else:
             self.write(loader_pass, listed)
@@ -123,7 +123,7 @@ class ListedSampler:
         except (TypeError, ValueError):  # a sampler of keys that are no numbers
             return
         loader_pass.batches_listed = len(batches)
-        loader_pass.sizes = [len(batch) for batch in batches[:MOST_SIZES]]
+        loader_pass.sizes = [len(batch) for batch in batches[:MAX_SIZES]]
         _, may_draw = without_subsets(self.loader.dataset)
         indices = drawn if may_draw is None else may_draw[drawn]
         settings, rank = self.run.settings, self.run.record.rank
@@ -310,7 +310,7 @@ class LoaderWatcher:
         if not loader_pass.accumulates:
             return True
         has_steps = loader_pass.step_count >= batches and loader_pass.ends_as_whole()
-        return has_steps or given >= MOST_MICRO_BATCHES * batches
+        return has_steps or given >= MAX_MICRO_BATCHES * batches
 
     def note_batch(self, loader_pass: LoaderPass, batch: Collated) -> int:
         """Record this batch; return its number of samples."""

@@ -20,7 +20,7 @@ from prove.rank_record import Draw, DrawKey, Finding, Mode, OneDraw, ReplayVaria
 from prove.watch.batches import CannotMergeError, are_equal, interleave, order_of_rows
 from prove.watch.rank_run import RankRun, source_line
 
-MOST_BYTES = 2_000_000_000  # of one rank's draws
+MAX_DRAWN_BYTES = 2_000_000_000  # of one rank's draws
 DRAWS_WITHOUT_TAG = {"random_", "random", "binomial", "_sample_dirichlet", "feature_dropout"}
 # Kernels that draw inside, or draw what no call returns.
 KERNELS_THAT_DRAW = ("_scaled_dot_product", "_cudnn_rnn", "rrelu", "fused_moving", "_fused_dropout")
@@ -219,7 +219,7 @@ class Draws:
             is_mask = value.is_floating_point() and bool(((value == 0) | (value == 1)).all())
             value = value.bool() if is_mask else value.cpu()
             self.bytes_recorded += value.nbytes
-        if self.bytes_recorded > MOST_BYTES:
+        if self.bytes_recorded > MAX_DRAWN_BYTES:
             self.recorded.clear()
             self.note_finding(Finding.TOO_MANY, key.source_line)
         else:

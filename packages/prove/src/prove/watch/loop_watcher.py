@@ -26,7 +26,7 @@ from prove import random_state
 from prove.rank_record import CENTERED, DataFinding, Mode, Statistic, loop_file
 from prove.watch import loss
 from prove.watch.batches import own_copy, tensors_in
-from prove.watch.draws import MOST_BYTES, Draws, is_number
+from prove.watch.draws import MAX_DRAWN_BYTES, Draws, is_number
 from prove.watch.feeder import Feeder, InputKeeper, batch_of_forward, size_of
 from prove.watch.loop_feeder import LoopFeeder, Meeting, Source, SourceKey
 from prove.watch.model_tensors import project
@@ -208,7 +208,7 @@ class LoopWatcher:
 
     def keep(self, tensor: Tensor) -> None:
         self.bytes_kept += tensor.nbytes
-        if self.bytes_kept > MOST_BYTES:
+        if self.bytes_kept > MAX_DRAWN_BYTES:
             self.sources.clear()
             self.meetings.clear()
             self.note(DataFinding.TOO_MANY, source_line())

@@ -10,7 +10,7 @@ from prove.rank_record import Backward, Flag
 from prove.watch.model import ModelWatcher
 from prove.watch.rank_run import RankRun, source_line, wrap
 
-MOST_CALLS = 64
+MAX_BACKWARDS = 64
 LOSSES = (
     "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div",
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "ctc_loss", "gaussian_nll_loss",
@@ -70,7 +70,7 @@ def watch_backward(run: RankRun, model: ModelWatcher) -> None:
         with model.draws.paused():
             for tell in run.events.backwards:
                 tell(self)
-        if len(run.record.backwards) < MOST_CALLS:
+        if len(run.record.backwards) < MAX_BACKWARDS:
             run.record.backwards.append(Backward(source_line(), run.record.step_count, loss_at))
             loss_at = ""
         inside = True

@@ -32,9 +32,9 @@ from prove.watch.model_tensors import (
 )
 from prove.watch.outputs import OutputWatcher
 from prove.watch.rank_run import RankRun, source_line, wrap
-from prove.watch.steps import MOST_STEPS, FunctionalParameters, StepWatcher
+from prove.watch.steps import MAX_STEPS, FunctionalParameters, StepWatcher
 
-MOST_CALLS = 64
+MAX_MODEL_CALLS = 64
 
 
 class ModelWatcher:
@@ -109,7 +109,7 @@ class ModelWatcher:
     def note_weights(self) -> None:
         """Write down all weights between two batches, when a step is over, whoever has made it."""
         noted, steps = self.run.record.weights, self.run.record.step_count
-        if len(noted) <= MOST_STEPS and steps not in noted and self.parameters:
+        if len(noted) <= MAX_STEPS and steps not in noted and self.parameters:
             noted[steps] = {key: project(p) for key, p in self.parameters.items()}
 
     def note_received_weights(self) -> None:
@@ -202,7 +202,7 @@ class ModelWatcher:
         elif ddp:
             ddp.forwards_around[source_line()] = ddp.forwards_around.get(source_line(), 0) + 1
         tensors = tensors_in(list(inputs))
-        if len(run.record.model_calls) < MOST_CALLS and tensors:
+        if len(run.record.model_calls) < MAX_MODEL_CALLS and tensors:
             loader_pass = run.current_loader_pass
             batch = (loader_pass.pass_index, loader_pass.batches_given) if loader_pass else (0, 0)
             rows, size = batch_size_of(inputs[0]), run.current_batch_size()

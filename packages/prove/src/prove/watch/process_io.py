@@ -22,7 +22,7 @@ from torch.distributed.algorithms import Join
 from prove.comparable import precision
 from prove.rank_record import (
     DDP_CALLS,
-    MOST_COLLECTIVES,
+    MAX_COLLECTIVES,
     Collective,
     Ended,
     Flag,
@@ -41,7 +41,7 @@ COLLECTIVES = [
 POINT_TO_POINT = [
     "send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list",
 ]  # fmt: skip
-MOST_CALLS = 1000
+MAX_PRINTED_TEXTS = 1000
 TORCH = os.path.dirname(torch.__file__)
 
 # Several processes write files there by agreement, or the files are no results of the script.
@@ -61,7 +61,7 @@ def watch_collective(run: RankRun, name: str, printed_name: str = "") -> None:
         progress.collective = Collective(
             printed_name or name, source_line(), run.running_batchnorm(), calling_library()
         )
-        if len(run.record.collectives) < MOST_COLLECTIVES:
+        if len(run.record.collectives) < MAX_COLLECTIVES:
             run.record.collectives.append(progress.collective)
             with calls_file(run.settings.folder, run.settings.name, run.record.rank).open("a") as f:
                 f.write("\t".join(progress.collective) + "\n")
@@ -338,7 +338,7 @@ class PrintWatcher:
 
     def note(self, text: str, on_terminal: bool, outside: str = "") -> bool:
         record = self.run.record
-        if len(record.printed) >= MOST_CALLS or not text.strip():
+        if len(record.printed) >= MAX_PRINTED_TEXTS or not text.strip():
             return False
         at, first_epoch = source_line(outside=outside), not self.run.in_second_epoch
         record.printed.append(PrintedText(text, at, record.step_count, first_epoch, on_terminal))

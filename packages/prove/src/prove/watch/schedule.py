@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from prove.rank_record import ScheduleRecord
 from prove.watch.rank_run import RankRun, source_line, wrap
 
-MOST_AHEAD = 50_000  # steps that a copy is stepped ahead
-MOST_SECONDS = 0.5  # that these steps may take
+MAX_STEPS_AHEAD = 50_000  # steps that a copy is stepped ahead
+MAX_SECONDS_AHEAD = 0.5  # that these steps may take
 REPEATED = ("CosineAnnealingWarmRestarts", "CyclicLR")  # these never end
 NO_CHANGE = 1e-12  # a change by less than this part of the highest rate is none
 
@@ -122,7 +122,7 @@ def rates_ahead(scheduler: Any) -> tuple[list[float], bool]:
     Otherwise the time was over, or the number of steps.
     """
     rates: list[float] = []
-    end = time.monotonic() + MOST_SECONDS
+    end = time.monotonic() + MAX_SECONDS_AHEAD
     try:
         memo = {id(function): function for function in functions_in(scheduler)}
         optimizer = scheduler.optimizer
@@ -130,7 +130,7 @@ def rates_ahead(scheduler: Any) -> tuple[list[float], bool]:
         twin = copy.deepcopy(scheduler, memo)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            while len(rates) < MOST_AHEAD and time.monotonic() < end:
+            while len(rates) < MAX_STEPS_AHEAD and time.monotonic() < end:
                 twin.step()
                 rates.append(rate_of(twin))
     except Exception:  # OneCycleLR after its last step; or whatever a schedule of the script's does

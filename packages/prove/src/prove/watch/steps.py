@@ -27,7 +27,7 @@ from prove.watch.model_tensors import (
 from prove.watch.operations import OptimizerByHand
 from prove.watch.rank_run import RankRun, source_line, wrap
 
-MOST_STEPS = 24  # that are written down for each optimizer
+MAX_STEPS = 24  # that are written down for each optimizer
 
 
 class FunctionalParameters:
@@ -184,7 +184,7 @@ class StepWatcher:
         run, optimizer_index = self.run, self.optimizers.index(optimizer)
         steps = run.record.optimizers[optimizer_index].steps
         with self.draws.paused():
-            if len(steps) < MOST_STEPS:
+            if len(steps) < MAX_STEPS:
                 steps.append(self.step_of(optimizer))
                 self.schedule_settings.setdefault(optimizer_index, []).append(
                     schedule_settings(optimizer)
@@ -307,7 +307,7 @@ class StepWatcher:
             source_line(), before.batch[1], epoch, run.current_batch_size(), [0.0], 1.0, "",
             weights_before, nothing, nothing, False, weights_after,
         )  # fmt: skip
-        if len(run.record.optimizers[optimizer_index].steps) < MOST_STEPS:
+        if len(run.record.optimizers[optimizer_index].steps) < MAX_STEPS:
             run.record.optimizers[optimizer_index].steps.append(step)
         run.record.step_count += 1
         run.note_event()
