@@ -50,13 +50,13 @@ class Controls:
     def result(self) -> list[Comparison]:
         """Ask in order; the first answer wins."""
         questions = (
-            self.with_decisions_of_rank_0,
-            self.with_batchnorm_in_blocks,
-            self.explained_by_other_rows,
-            self.without_unsure_draws,
-            self.in_a_later_epoch,
-            self.without_loader,
-            self.with_one_draw,
+            self.try_rank_0_decisions,
+            self.try_batchnorm_in_blocks,
+            self.excuse_known_cause,
+            self.try_without_unsure_draws,
+            self.excuse_later_epoch,
+            self.excuse_missing_data,
+            self.try_one_draw,
             self.run_control,
         )
         for question in questions:
@@ -82,16 +82,16 @@ class Controls:
         self.variant, self.replay, self.compared = variant, replay, compared
         return compared if worst(compared) != Outcome.DIFFERENT else None
 
-    def with_decisions_of_rank_0(self) -> list[Comparison] | None:
+    def try_rank_0_decisions(self) -> list[Comparison] | None:
         """Let rank 0 decide for all ranks what each of them decides for its whole batch."""
         if not self.batch_decisions:
             return None
-        found = self.with_draws(ReplayVariant.RANK_0_DECIDES, self.batch_decisions)
+        found = self.replay_with_draws(ReplayVariant.RANK_0_DECIDES, self.batch_decisions)
         if found is None:
             return self.forced_draws_fail("rank 0's decisions on all ranks", self.batch_decisions)
         return self.use_replay(ReplayVariant.RANK_0_DECIDES, *found)
 
-    def with_batchnorm_in_blocks(self) -> list[Comparison] | None:
+    def try_batchnorm_in_blocks(self) -> list[Comparison] | None:
         """Try the other order of rows, where BatchNorm gets several of each sample."""
         if Flag.BATCHNORM_ROWS_GUESSED not in self.replay.one_rank_record.flags:
             return None
@@ -102,14 +102,14 @@ class Controls:
         self.replay = blocks
         return compared
 
-    def explained_by_other_rows(self) -> list[Comparison] | None:
+    def excuse_known_cause(self) -> list[Comparison] | None:
         """Give no verdict where a row above explains each difference."""
         different = [each for each in self.compared if each.outcome == Outcome.DIFFERENT]
         if not all(is_explained(each.facts.get("step", 1), self.rows) for each in different):
             return None
         return self.no_verdict(ReplayReason.AS_ABOVE)
 
-    def in_a_later_epoch(self) -> list[Comparison] | None:
+    def excuse_later_epoch(self) -> list[Comparison] | None:
         """Give no verdict where a later epoch differs and one rank lacks what came before it."""
         epochs = [
             int(each.facts.get("epoch", 0))
@@ -121,7 +121,7 @@ class Controls:
             return None
         return self.no_verdict(ReplayReason.LATER_EPOCH, number=min(epochs) + 1, why=why)
 
-    def without_unsure_draws(self) -> list[Comparison] | None:
+    def try_without_unsure_draws(self) -> list[Comparison] | None:
         """Try without dropout, if one rank was not given all draws: perhaps only dropout drew them.
 
         Where the ranks draw for other shares of their samples, such a run would not show it.
@@ -132,12 +132,12 @@ class Controls:
         found = None
         other_shares = self.replay.source_lines_of_draws(Finding.OTHER_SHARES)
         if self.replay.rank_0_record.dropout and not other_shares:
-            found = self.with_draws(ReplayVariant.NO_DROPOUT, self.batch_decisions)
+            found = self.replay_with_draws(ReplayVariant.NO_DROPOUT, self.batch_decisions)
         if found is None or replay_checks.unsure_draws(found[0]):
             return [unsure]
         return self.use_replay(ReplayVariant.NO_DROPOUT, *found)
 
-    def without_loader(self) -> list[Comparison] | None:
+    def excuse_missing_data(self) -> list[Comparison] | None:
         """Give no verdict where a loop without a loader could not be given its data."""
         rank_0_record = self.replay.rank_0_record
         has_batches = any(each.step_count for each in rank_0_record.loader_passes)
@@ -148,17 +148,17 @@ class Controls:
         self.compared = [replay_checks.by_statistics(self.replay, each) for each in self.compared]
         return None
 
-    def with_one_draw(self) -> list[Comparison] | None:
+    def try_one_draw(self) -> list[Comparison] | None:
         """Try one draw for all samples of a batch, so that their order cannot matter."""
         if not (draws := self.replay.per_sample_draws):
             return None
-        found = self.with_draws(ReplayVariant.ONE_DRAW, self.batch_decisions | draws)
+        found = self.replay_with_draws(ReplayVariant.ONE_DRAW, self.batch_decisions | draws)
         if found is None:
             return self.forced_draws_fail("one draw for all samples", draws)
         _, compared = found
         if worst(compared) == Outcome.DIFFERENT:
             return None
-        if equal := self.with_rows_in_blocks():
+        if equal := self.try_rows_in_blocks():
             return equal
         facts = {
             "apart_of_one_draw": largest_relative_error(compared),
@@ -166,7 +166,7 @@ class Controls:
         }
         return self.no_verdict(ReplayReason.EQUAL_WITH_ONE_DRAW, **facts)
 
-    def with_rows_in_blocks(self) -> list[Comparison] | None:
+    def try_rows_in_blocks(self) -> list[Comparison] | None:
         """Try the other order, where a sample has several draws and the order is unknown.
 
         Only the right order makes all gradients equal.
@@ -182,7 +182,7 @@ class Controls:
         self.replay = blocks
         return compared
 
-    def with_draws(
+    def replay_with_draws(
         self, variant: ReplayVariant, draws: dict
     ) -> tuple[Replay, list[Comparison]] | None:
         """Run all ranks and one rank with these draws; None if that fails."""
