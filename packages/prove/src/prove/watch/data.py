@@ -169,7 +169,7 @@ class LoaderWatcher:
 
     def end_batch(self) -> None:
         self.steps.end_batch()
-        self.model.note_received_weights()
+        self.model.record_received_weights()
 
     def iterate(self, iterate: Callable, loader: Any) -> Any:
         """Stand in for DataLoader.__iter__, which is given as `iterate`."""
@@ -185,7 +185,7 @@ class LoaderWatcher:
             self.model.loop_watcher.leave()
         if training and epochs:
             run.in_second_epoch = True
-            self.steps.note_rates()
+            self.steps.record_rates()
             if epochs >= EPOCHS and run.joined and not run.replaying:
                 loader_passes.pop()  # the run ends before this pass gives a batch
                 run.end_early()
@@ -284,9 +284,9 @@ class LoaderWatcher:
                     ends = run.tensors.setdefault("states_after", {})
                     ends[loader_pass.replay_number] = random_state.all_states()
                 return
-            size = self.note_batch(loader_pass, batch)
+            size = self.record_batch(loader_pass, batch)
             if loader_pass.with_gradients:
-                model.keep_start()
+                model.save_start()
                 self.begin_batch(loader_pass, loader_pass.batches_given, size)
             steps_of_others = run.record.step_count - loader_pass.step_count
             yield as_double(batch.batch) if run.settings.float64 else batch.batch
@@ -312,7 +312,7 @@ class LoaderWatcher:
         has_steps = loader_pass.step_count >= batches and loader_pass.ends_as_whole()
         return has_steps or given >= MAX_MICRO_BATCHES * batches
 
-    def note_batch(self, loader_pass: LoaderPass, batch: Collated) -> int:
+    def record_batch(self, loader_pass: LoaderPass, batch: Collated) -> int:
         """Record this batch; return its number of samples."""
         run = self.run
         loader_pass.workers_drew |= batch.drew
@@ -326,11 +326,11 @@ class LoaderWatcher:
             loader_pass.labels += batch.labels or []
         run.current_loader_pass = loader_pass
         if loader_pass.replay_number is not None:
-            self.keep_batch(loader_pass, size, batch)
+            self.save_batch(loader_pass, size, batch)
         run.note_event()
         return size
 
-    def keep_batch(self, loader_pass: LoaderPass, size: int, batch: Collated) -> None:
+    def save_batch(self, loader_pass: LoaderPass, size: int, batch: Collated) -> None:
         try:
             frozen = freeze(batch.batch)
         except Exception as error:  # whatever a class of the script's raises when it is pickled
@@ -395,7 +395,7 @@ class LoaderWatcher:
                 loader_pass.batches_given += 1
                 loader_pass.sizes.append(sum(feeder.sizes))
                 run.current_loader_pass = loader_pass
-                self.model.keep_start()
+                self.model.save_start()
                 steps.begin_batch((pass_index, position + 1), feeder.sizes, sources)
                 yield batch
         self.end_batch()

@@ -74,8 +74,8 @@ class Draws:
         self.calls_by_sample: set[tuple[str, str]] = set()  # such calls, made once per sample
         self.states: list[int] = []  # digests of the generators after the last draw we saw
 
-    def note_finding(self, kind: Finding, at: str) -> None:
-        places = self.run.record.draws.setdefault(kind, [])
+    def record_finding(self, finding: Finding, at: str) -> None:
+        places = self.run.record.draws.setdefault(finding, [])
         if at not in places:
             places.append(at)
 
@@ -93,7 +93,7 @@ class Draws:
         self.active = self.of_model = False
         for name, at in self.calls_by_sample:
             if self.calls[name, at] != sum(self.sizes):
-                self.note_finding(Finding.NOT_MATCHED, at)
+                self.record_finding(Finding.NOT_MATCHED, at)
         self.calls_by_sample.clear()
 
     def begin_forward(
@@ -154,7 +154,7 @@ class Draws:
         It may do so for the next epoch, and its state cannot be restored.
         """
         if self.run.record.step_count and not self.is_loading and not self.run.written:
-            self.note_finding(Finding.BETWEEN, source_line())
+            self.record_finding(Finding.BETWEEN, source_line())
 
     def note_states(self) -> None:
         self.states = random_state.state_digests()
@@ -163,7 +163,7 @@ class Draws:
         """Note a draw that we did not see since the last one; return the digests of the states."""
         states = random_state.state_digests()
         if self.active and self.states and states != self.states:
-            self.note_finding(Finding.ESCAPED, f"before {source_line()}")
+            self.record_finding(Finding.ESCAPED, f"before {source_line()}")
         return states
 
     def next_key(self, name: str) -> DrawKey:
@@ -182,12 +182,12 @@ class Draws:
             return result  # attention has the tag of a draw, but without dropout draws nothing
         name = function.overloadpacket.__name__.rstrip("_")
         if any(part in name for part in KERNELS_THAT_DRAW):
-            self.note_finding(Finding.OPAQUE, f"{name} at {source_line()}")
+            self.record_finding(Finding.OPAQUE, f"{name} at {source_line()}")
             return result
         is_fused = name == "native_dropout"  # its first result also depends on its input
         drawn = result[1] if is_fused else result
         if not isinstance(drawn, Tensor):
-            self.note_finding(Finding.OPAQUE, f"{name} at {source_line()}")
+            self.record_finding(Finding.OPAQUE, f"{name} at {source_line()}")
             return result
         arguments = [argument for argument in (*args, *kwargs.values()) if is_number(argument)]
         answer = self.record_or_answer(self.next_key(name), drawn.detach().clone(), arguments)
@@ -213,7 +213,7 @@ class Draws:
             return answer.numpy().astype(value.dtype).reshape(answer.shape)[()]
         return type(value)(answer.item())
 
-    def record_draw(self, key: DrawKey, draw: Draw) -> None:
+    def save_draw(self, key: DrawKey, draw: Draw) -> None:
         value = draw.value
         if isinstance(value, Tensor):
             is_mask = value.is_floating_point() and bool(((value == 0) | (value == 1)).all())
@@ -221,7 +221,7 @@ class Draws:
             self.bytes_recorded += value.nbytes
         if self.bytes_recorded > MAX_DRAWN_BYTES:
             self.recorded.clear()
-            self.note_finding(Finding.TOO_MANY, key.source_line)
+            self.record_finding(Finding.TOO_MANY, key.source_line)
         else:
             self.recorded[key] = Draw(value, draw.arguments)
 
@@ -234,22 +234,22 @@ class Draws:
         if isinstance(forced, OneDraw) and isinstance(drawn, Tensor):
             if forced.row.shape == drawn.select(forced.dim, 0).shape:
                 return forced.row.unsqueeze(forced.dim).expand_as(drawn).to(drawn.dtype)
-            self.note_finding(Finding.NOT_MATCHED, key.source_line)
+            self.record_finding(Finding.NOT_MATCHED, key.source_line)
             return None
         if isinstance(forced, Draw):
             return forced.value
         if not self.run.replaying:
-            self.record_draw(key, Draw(drawn, arguments))
+            self.save_draw(key, Draw(drawn, arguments))
             return None
         if per_sample := self.draw_of_sample(key, drawn):
             return per_sample[0]
         draws = [draw for own in self.draws_of_ranks if (draw := own.get(key)) is not None]
         if not draws or len(draws) < len(self.draws_of_ranks):
-            self.note_finding(Finding.NOT_MATCHED, key.source_line)
+            self.record_finding(Finding.NOT_MATCHED, key.source_line)
             if draws and not all(
                 any(other[:3] == key[:3] for other in own) for own in self.draws_of_ranks
             ):
-                self.note_finding(Finding.OTHER_SHARES, key.source_line)
+                self.record_finding(Finding.OTHER_SHARES, key.source_line)
             return None
         return self.answer_from_ranks(key, drawn, arguments, draws)
 
@@ -261,21 +261,21 @@ class Draws:
             return self.draw_of_batch(key, arguments, draws)
         dim = self.dim_of_samples(drawn, [draw.value for draw in draws])
         if dim is None:
-            self.note_finding(Finding.NOT_MATCHED, key.source_line)
+            self.record_finding(Finding.NOT_MATCHED, key.source_line)
             return None
         return self.interleaved_draws(key, dim, drawn, draws, arguments)
 
     def draw_of_batch(self, key: DrawKey, arguments: list, draws: list[Draw]) -> Any:
         """Return rank 0's draw, where each rank has drawn once for its whole batch."""
         if any(draw.arguments != arguments for draw in draws):
-            self.note_finding(
+            self.record_finding(
                 Finding.NOT_MATCHED, key.source_line
             )  # they may draw a place in the batch
             return None
         values = [draw.value for draw in draws]
         are_tensors = all(isinstance(value, Tensor) for value in values)
         alike = all_equal(values) if are_tensors else len({*map(repr, values)}) == 1
-        self.note_finding(Finding.COMMON if alike else Finding.DECISION, key.source_line)
+        self.record_finding(Finding.COMMON if alike else Finding.DECISION, key.source_line)
         if not alike:
             self.batch_decisions[key] = draws[0]
         return values[0]
@@ -299,10 +299,10 @@ class Draws:
             if draw.arguments != arguments:  # is it because they name the size of the batch?
                 names = with_size_named(draw.arguments, size)
                 if names != with_size_named(arguments, sum(self.sizes)):
-                    self.note_finding(Finding.NOT_MATCHED, key.source_line)
+                    self.record_finding(Finding.NOT_MATCHED, key.source_line)
                     ranks_arguments = [own.arguments for own in draws]
                     if any(own != ranks_arguments[0] for own in ranks_arguments):
-                        self.note_finding(Finding.OTHER_SHARES, key.source_line)
+                        self.record_finding(Finding.OTHER_SHARES, key.source_line)
                     return None
                 of_places = key.name in DRAWS_OF_PLACES
         if of_places:
@@ -310,18 +310,18 @@ class Draws:
         elif dim_alike([value.shape for value in values], dim):
             self.per_sample_draws[key] = OneDraw(dim, values[0].select(dim, 0))
             if len(values) > 1 and values[0].numel() > 1 and all_equal(values):
-                self.note_finding(Finding.SAME_NOISE, key.source_line)
+                self.record_finding(Finding.SAME_NOISE, key.source_line)
         rows = values[0].shape[dim] // self.sizes[0]
         if rows > 1:
-            self.note_finding(Finding.SEVERAL, key.source_line)
+            self.record_finding(Finding.SEVERAL, key.source_line)
         in_blocks = rows > 1 and self.run.settings.variant == ReplayVariant.BLOCKS
         try:
             parts = pad_like(values, drawn, dim)
             answer = interleave(parts, self.sizes, dim, rows if in_blocks else 1)
         except CannotMergeError:
-            self.note_finding(Finding.NOT_MATCHED, key.source_line)
+            self.record_finding(Finding.NOT_MATCHED, key.source_line)
             return None
-        self.note_finding(Finding.BY_SAMPLE, key.source_line)
+        self.record_finding(Finding.BY_SAMPLE, key.source_line)
         return answer
 
     def finish(self) -> None:

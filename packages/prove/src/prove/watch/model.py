@@ -51,7 +51,7 @@ class ModelWatcher:
         self.averaged: set[int] = set()  # ids of parameters that a DDP was made to average
         self.loop_watcher: Any = None  # a LoopWatcher, if operations are watched
 
-    def keep_start(self) -> None:
+    def save_start(self) -> None:
         """Keep the weights of the start at the first batch or forward; in a replay, set them."""
         run, steps = self.run, self.steps
         has_model = steps.optimizers or self.ddps or self.called_in_training
@@ -106,13 +106,13 @@ class ModelWatcher:
             for p in (*self.parameters.values(), *held)
         )
 
-    def note_weights(self) -> None:
+    def record_weights(self) -> None:
         """Write down all weights between two batches, when a step is over, whoever has made it."""
         noted, steps = self.run.record.weights, self.run.record.step_count
         if len(noted) <= MAX_STEPS and steps not in noted and self.parameters:
             noted[steps] = {key: project(p) for key, p in self.parameters.items()}
 
-    def note_received_weights(self) -> None:
+    def record_received_weights(self) -> None:
         """Count a step where rank 0 alone steps and sends its weights: a parameter server."""
         record = self.run.record
         if not self.run.joined or any(optimizer.steps for optimizer in record.optimizers):
@@ -120,18 +120,18 @@ class ModelWatcher:
         before = record.weights.get(record.step_count)
         if before and any(project(self.parameters[key]) != old for key, old in before.items()):
             record.step_count += 1
-            self.note_weights()
+            self.record_weights()
 
     def finish(self) -> None:
         self.steps.end_batch()
         if not self.steps.ends_inside_step:
-            self.note_weights()
-        self.write_names()
-        self.write_parameters_of_ddp()
+            self.record_weights()
+        self.record_names()
+        self.record_parameters_of_ddp()
         self.run.tensors["schedule_settings"] = self.steps.schedule_settings
         self.run.record.not_comparable = sorted(not_comparable)
 
-    def write_names(self) -> None:
+    def record_names(self) -> None:
         """Write the names of each optimizer's parameters, and which of them DDP does not hold."""
         names: dict[int, str] = {}
         for module in [*(ddp.module for ddp in self.ddps), *self.called_in_training]:
@@ -155,7 +155,7 @@ class ModelWatcher:
         noted = [pair for held in self.run.record.weights.values() for pair in held.items()]
         return {key for key, weights in noted if weights != first[key]}
 
-    def write_parameters_of_ddp(self) -> None:
+    def record_parameters_of_ddp(self) -> None:
         """Write which parameters of DDP no optimizer holds, and which never got a gradient."""
         held, had_gradient = self.steps.held_parameters(), self.steps.had_gradient
         keys, moved = {id(p): key for key, p in self.parameters.items()}, self.moved_parameters()
@@ -185,7 +185,7 @@ class ModelWatcher:
         belongs = (any(part is module for part in ddp.modules()) for ddp in self.ddps)
         return next((number for number, is_part in enumerate(belongs) if is_part), None)
 
-    def note_call(self, module: nn.Module, inputs: tuple) -> None:
+    def record_call(self, module: nn.Module, inputs: tuple) -> None:
         """Write down that the script itself calls a module."""
         run, ddp_index = self.run, self.number_of_ddp(module)
         if any(is_functorch_wrapped_tensor(p) or is_lazy(p) for p in module.parameters()):
@@ -216,8 +216,8 @@ class ModelWatcher:
             self.steps.hold_by_hand(module)
             self.name_parameters(module)
         self.steps.begin_forward()
-        self.keep_start()
-        self.note_weights()
+        self.save_start()
+        self.record_weights()
 
 
 def watch_ddp(run: RankRun, model: ModelWatcher, source: Feeder | InputKeeper) -> None:
@@ -240,7 +240,7 @@ def watch_ddp(run: RankRun, model: ModelWatcher, source: Feeder | InputKeeper) -
 
     @wrap(DistributedDataParallel, "forward")
     def forward(original: Callable, self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        model.keep_start()
+        model.save_start()
         if self.module.training and torch.is_grad_enabled():
             with model.draws.paused():
                 inputs, kwargs = source.inputs(inputs, kwargs)
@@ -269,7 +269,7 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
             with model.draws.paused():
                 if run.settings.float64:
                     make_double(module)
-                model.note_call(module, inputs)
+                model.record_call(module, inputs)
                 layers.enter(module)
                 if model.loop_watcher and not isinstance(module, DistributedDataParallel):
                     inputs_of_all = model.loop_watcher.enter_module(module, inputs)

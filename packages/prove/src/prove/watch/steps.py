@@ -164,7 +164,7 @@ class StepWatcher:
             (each for each in (*args[1:], kwargs.get("closure")) if callable(each)), None
         )
         if closure is None:
-            self.write_step(optimizer)
+            self.record_step(optimizer)
             return None
         is_first = True
 
@@ -173,14 +173,14 @@ class StepWatcher:
             loss = closure()
             if is_first:
                 is_first = False
-                self.write_step(optimizer)
+                self.record_step(optimizer)
             return loss
 
         if len(args) > 1:
             return (args[0], watched_closure, *args[2:]), kwargs
         return args, kwargs | {"closure": watched_closure}
 
-    def write_step(self, optimizer: Any) -> None:
+    def record_step(self, optimizer: Any) -> None:
         run, optimizer_index = self.run, self.optimizers.index(optimizer)
         steps = run.record.optimizers[optimizer_index].steps
         with self.draws.paused():
@@ -230,7 +230,7 @@ class StepWatcher:
             return
         run = self.run
         with self.draws.paused():
-            self.write_weights(optimizer)
+            self.record_weights_after(optimizer)
         run.note_event()
         # The script may only copy what an optimizer has made of master weights.
         copies = optimizer is self.by_hand and run.record.step_count > self.steps_at_batch
@@ -249,7 +249,7 @@ class StepWatcher:
             self.ends_inside_step = True
             run.end_early()
 
-    def write_weights(self, optimizer: Any) -> None:
+    def record_weights_after(self, optimizer: Any) -> None:
         """Write down what the step has made of the weights.
 
         A replay goes back to the script's own learning rates.
@@ -269,7 +269,7 @@ class StepWatcher:
             for group, settings in zip(optimizer.param_groups, own_schedule, strict=True):
                 group.update(settings)
         if own_record.is_by_hand and len(own_record.steps) == 1 and not any(step.gradients):
-            self.keep_changes(optimizer_index, own_record)
+            self.save_changes(optimizer_index, own_record)
 
     def note_functional_call(self, module: nn.Module, named: dict[str, Tensor]) -> None:
         """Write a step if a batch's first call has other weights than that of the batch before."""
@@ -282,10 +282,10 @@ class StepWatcher:
             self.functional[module] = now
         elif before.batch != batch and before.names == now.names:
             self.functional[module] = now
-            self.write_functional_step(module, before, now)
+            self.record_functional_step(module, before, now)
             loader_pass.step_count += 1
 
-    def write_functional_step(
+    def record_functional_step(
         self, module: nn.Module, before: FunctionalParameters, now: FunctionalParameters
     ) -> None:
         run, old, new = self.run, parameters_of(before), parameters_of(now)
@@ -312,7 +312,7 @@ class StepWatcher:
         run.record.step_count += 1
         run.note_event()
 
-    def keep_changes(self, optimizer_index: int, own_record: OptimizerRecord) -> None:
+    def save_changes(self, optimizer_index: int, own_record: OptimizerRecord) -> None:
         """Let the change of the weights stand for gradients that were never in p.grad.
 
         Those of autograd.grad never are.
@@ -322,7 +322,7 @@ class StepWatcher:
         self.run.gradients[optimizer_index] = [new - old for new, old in pairs]
         own_record.compares_changes = True
 
-    def note_rates(self) -> None:
+    def record_rates(self) -> None:
         """Write down the learning rates that this rank has at the end of an epoch."""
         rates = [rate for optimizer in self.optimizers_of_torch() for rate in rates_of(optimizer)]
         self.run.record.rates_after_epochs.append(rates)
