@@ -171,7 +171,7 @@ class LoaderWatcher:
         self.steps.end_batch()
         self.model.record_received_weights()
 
-    def iterate(self, iterate: Callable, loader: Any) -> Any:
+    def patched_iter(self, original_iter: Callable, loader: Any) -> Any:
         """Stand in for DataLoader.__iter__, which is given as `iterate`."""
         run, loader_passes = self.run, self.run.record.loader_passes
         training = torch.is_grad_enabled()
@@ -195,7 +195,7 @@ class LoaderWatcher:
             if batches is not None:
                 return batches
         with self.steps.draws.loading():
-            iterator = recording_iterator(loader, iterate, run.settings.folder)
+            iterator = recording_iterator(loader, original_iter, run.settings.folder)
         loader_pass.base_seed = getattr(iterator, "_base_seed", None)
         if training and not run.replaying:
             loader_pass.replay_number = len(run.tensors["batches"])
@@ -355,7 +355,7 @@ class LoaderWatcher:
         ranks = settings.world_size if self.run.replaying else 1
         return settings.batches * ranks * (1 if training else EVALUATION_FACTOR)
 
-    def length(self, length: Callable, loader: Any) -> int:
+    def patched_len(self, original_len: Callable, loader: Any) -> int:
         """Stand in for DataLoader.__len__, which is given as `length`."""
         self.asked_for_length.add(loader.prove_number)  # so it must give no more
         last = last_pass(self.run, loader)
@@ -363,7 +363,7 @@ class LoaderWatcher:
             self.run.flag(Flag.ASKED_FOR_LENGTH)  # perhaps to make a schedule of this length
         if self.feeder and (batches := self.feeder.batches_of(loader)) is not None:
             return batches
-        return min(length(loader), self.most_batches(torch.is_grad_enabled()))
+        return min(original_len(loader), self.most_batches(torch.is_grad_enabled()))
 
     def batches_to_feed(
         self, feeder: Feeder, loader: Any, loader_pass: LoaderPass
@@ -473,5 +473,5 @@ def watch_new_loaders(run: RankRun, watcher: LoaderWatcher) -> None:
 def install(run: RankRun, model: ModelWatcher) -> None:
     watcher = LoaderWatcher(run, model)
     watch_new_loaders(run, watcher)
-    wrap(DataLoader, "__iter__")(watcher.iterate)
-    wrap(DataLoader, "__len__")(watcher.length)
+    wrap(DataLoader, "__iter__")(watcher.patched_iter)
+    wrap(DataLoader, "__len__")(watcher.patched_len)

@@ -343,7 +343,7 @@ def watch_batchnorm(run: RankRun, feeder: Feeder | None) -> None:
 
 
 def install(run: RankRun, draws: Draws) -> Feeder | InputKeeper:
-    source = Feeder(run, draws) if run.replaying else InputKeeper(run, draws)
+    batch_io = Feeder(run, draws) if run.replaying else InputKeeper(run, draws)
     watch_dropout(run)
-    watch_batchnorm(run, source if isinstance(source, Feeder) else None)
-    return source
+    watch_batchnorm(run, batch_io if isinstance(batch_io, Feeder) else None)
+    return batch_io

@@ -387,10 +387,10 @@ def watch_threads(watcher: LoopWatcher) -> None:
 
 
 def install(
-    run: RankRun, draws: Draws, steps: StepWatcher, source: Feeder | InputKeeper
+    run: RankRun, draws: Draws, steps: StepWatcher, batch_io: Feeder | InputKeeper
 ) -> LoopWatcher:
-    watcher = LoopWatcher(run, draws, source if isinstance(source, Feeder) else None, steps)
-    source.loop_watcher = watcher
+    watcher = LoopWatcher(run, draws, batch_io if isinstance(batch_io, Feeder) else None, steps)
+    batch_io.loop_watcher = watcher
     run.at_end.append(watcher.finish)
     watch_threads(watcher)
 

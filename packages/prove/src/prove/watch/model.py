@@ -220,7 +220,7 @@ class ModelWatcher:
         self.record_weights()
 
 
-def watch_ddp(run: RankRun, model: ModelWatcher, source: Feeder | InputKeeper) -> None:
+def watch_ddp(run: RankRun, model: ModelWatcher, batch_io: Feeder | InputKeeper) -> None:
     """Watch DDP, and let what `source` gives go into it in place of what the script has given."""
 
     @wrap(DistributedDataParallel, "__init__")
@@ -243,7 +243,7 @@ def watch_ddp(run: RankRun, model: ModelWatcher, source: Feeder | InputKeeper) -
         model.save_start()
         if self.module.training and torch.is_grad_enabled():
             with model.draws.paused():
-                inputs, kwargs = source.inputs(inputs, kwargs)
+                inputs, kwargs = batch_io.inputs(inputs, kwargs)
             if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
                 run.flag(Flag.USES_AUTOCAST)
         with model.draws.in_model():
@@ -329,12 +329,12 @@ def unwrapped(tensor: Any) -> Any:
     return tensor
 
 
-def install(run: RankRun, draws: Draws, source: Feeder | InputKeeper) -> ModelWatcher:
-    feeder = source if isinstance(source, Feeder) else None
+def install(run: RankRun, draws: Draws, batch_io: Feeder | InputKeeper) -> ModelWatcher:
+    feeder = batch_io if isinstance(batch_io, Feeder) else None
     model = ModelWatcher(run, steps.install(run, draws, feeder))
     run.models = model
     run.at_end.append(model.finish)
-    watch_ddp(run, model, source)
+    watch_ddp(run, model, batch_io)
     watch_modules(run, model)
     watch_functional_calls(run, model)
     return model

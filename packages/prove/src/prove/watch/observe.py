@@ -57,8 +57,8 @@ def install() -> RankRun:
             float64.install()
         torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore
         draws = random_numbers.install(run)
-        source = feeder.install(run, draws)
-        model_watcher = model.install(run, draws, source)
+        batch_io = feeder.install(run, draws)
+        model_watcher = model.install(run, draws, batch_io)
         loss.install(run, model_watcher)
         data.install(run, model_watcher)
         schedule.install(run)
@@ -69,7 +69,7 @@ def install() -> RankRun:
         if settings.watches_operations:
             steps = model_watcher.steps
             operations.install(draws, steps.by_hand, steps.begin_step_by_hand)
-            model_watcher.loop_watcher = loop_watcher.install(run, draws, steps, source)
+            model_watcher.loop_watcher = loop_watcher.install(run, draws, steps, batch_io)
     atexit.register(run.write, Ended.AT_ITS_END)
 
     @wrap(sys, "excepthook")
