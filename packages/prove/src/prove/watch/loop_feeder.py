@@ -1,7 +1,8 @@
 """What does one rank get where a loop has no DataLoader? What all ranks read, merged.
 
-loop_watcher.py records the sources and meetings of a rank, and says what these are. In a replay,
-the sources give the rows of all ranks, and each meeting is checked: are its data the merged ones?
+loop_watcher.py records the sources and gradient inputs of a rank, and says what these are. In a
+replay, the sources give the rows of all ranks, and each gradient input is checked: are its data the
+merged ones?
 """
 
 from collections import Counter
@@ -17,8 +18,8 @@ from prove.watch.feeder import Feeder, batch_of_forward
 from prove.watch.rank_run import RankRun, source_line
 
 
-class SourceKey(NamedTuple):
-    """Names one source, statistic or meeting, so that the same call in a replay finds it."""
+class CallKey(NamedTuple):
+    """Names one source, statistic or gradient input, so that the same call of a replay finds it."""
 
     source_line: str
     name: str  # of the function
@@ -32,13 +33,13 @@ class Source(NamedTuple):
     size: int
 
 
-class Meeting(NamedTuple):
+class GradientInput(NamedTuple):
     """The data that came together with gradients in one call."""
 
     values: list[Any]  # tensors and numbers
     size: int  # samples of this rank
     statistics: list[str]  # tags of the means and the like from which these data were made
-    sources: list[SourceKey]  # the last ones from which these data were made
+    sources: list[CallKey]  # the last ones from which these data were made
     trains: bool = False  # backward came through this call; it does not where a policy only acts
 
 
@@ -65,7 +66,7 @@ def are_close(value: Any, other: Any) -> bool:
 
 
 class LoopFeeder:
-    """Gives a replay what the sources and the meetings of all ranks had."""
+    """Gives a replay what the sources and the gradient inputs of all ranks had."""
 
     def __init__(self, run: RankRun, feeder: Feeder, watcher: Any) -> None:
         """watcher: the LoopWatcher of this rank, which has made this object."""
@@ -73,41 +74,43 @@ class LoopFeeder:
         settings = run.settings
         ranks = range(settings.world_size)
         files = [loop_file(settings.folder, Mode.OBSERVE, rank) for rank in ranks]
-        self.sources_of_ranks: list[dict[SourceKey, Source]] = []
-        self.meetings_of_ranks: list[dict[SourceKey, Meeting]] = []
+        self.sources_of_ranks: list[dict[CallKey, Source]] = []
+        self.gradient_inputs_of_ranks: list[dict[CallKey, GradientInput]] = []
         for file in files if all(file.exists() for file in files) else ():
-            sources, meetings = torch.load(file, weights_only=False)
+            sources, gradient_inputs = torch.load(file, weights_only=False)
             is_original = settings.mode == Mode.ORIGINAL
             self.sources_of_ranks.append({} if is_original else sources)
-            self.meetings_of_ranks.append(without_places(meetings) if is_original else meetings)
+            self.gradient_inputs_of_ranks.append(
+                without_places(gradient_inputs) if is_original else gradient_inputs
+            )
         records = read_records(settings.folder, Mode.OBSERVE)
         self.steps = min(record.step_count for record in records)
         self.differing = differing_statistics([record.statistics for record in records])
         self.local_counts: set[float] = set()  # numbers of samples, rows or elements of one rank
-        self.sizes: list[int] = []  # samples of each rank at the last meeting
-        if settings.mode == Mode.SEQUENCE and self.meetings_of_ranks:
+        self.sizes: list[int] = []  # samples of each rank at the last gradient input
+        if settings.mode == Mode.SEQUENCE and self.gradient_inputs_of_ranks:
             self.check_sequence()
 
     def check_sequence(self) -> None:
         """Note what cannot be given rank by rank: all that is not called once for each forward."""
-        keys = (*self.sources_of_ranks[0], *self.meetings_of_ranks[0])
+        keys = (*self.sources_of_ranks[0], *self.gradient_inputs_of_ranks[0])
         counts = Counter((key.source_line, key.name) for key in keys)
         forwards = max((n for (_, name), n in counts.items() if name.endswith("model")), default=0)
         for (at, _), count in counts.items():
             if count != forwards:
                 self.watcher.note(DataFinding.NOT_GIVEN, at)
 
-    def key_of_rank(self, key: SourceKey) -> SourceKey:
+    def key_of_rank(self, key: CallKey) -> CallKey:
         return key._replace(call_index=key.call_index // len(self.feeder.groups()))
 
-    def recorded(self, kept_by_ranks: list[dict[SourceKey, Any]], key: SourceKey) -> list | None:
+    def recorded(self, kept_by_ranks: list[dict[CallKey, Any]], key: CallKey) -> list | None:
         """Find what each rank kept by the key of this rank; None if one of them kept nothing."""
         groups = self.feeder.groups()
         ranks, own_key = groups[key.call_index % len(groups)], self.key_of_rank(key)
         found = [kept_by_ranks[rank].get(own_key) for rank in ranks]
         return None if any(each is None for each in found) else found
 
-    def source(self, key: SourceKey, own: Tensor) -> Tensor:
+    def merged_source(self, key: CallKey, own: Tensor) -> Tensor:
         found = self.recorded(self.sources_of_ranks, key)
         if found is None:
             return own
@@ -117,7 +120,7 @@ class LoopFeeder:
         try:
             merged = merge(values, [each.size for each in found])
         except CannotMergeError:
-            return own  # the meeting of these data will note it
+            return own  # the gradient input of these data will note it
         return own if are_close(own, merged) else self.like(own, merged)
 
     def like(self, own: Tensor, value: Tensor) -> Tensor:
@@ -135,16 +138,16 @@ class LoopFeeder:
         draws = [self.feeder.tensors_of_ranks[rank]["draws"] for rank in ranks]
         self.watcher.draws.begin_forward(batch_of_forward(forward_number), self.sizes, draws)
 
-    def match_data(self, key: SourceKey, values: list) -> dict[int, Any]:
-        """Match the data of a meeting with those of all ranks.
+    def match_data(self, key: CallKey, values: list) -> dict[int, Any]:
+        """Match the data of a gradient input with those of all ranks.
 
         Returns what replaces the values, by their ids.
         """
         at = source_line()
-        meeting = self.meetings_of_ranks[0].get(self.key_of_rank(key))
-        if meeting is not None and not meeting.trains:
+        gradient_input = self.gradient_inputs_of_ranks[0].get(self.key_of_rank(key))
+        if gradient_input is not None and not gradient_input.trains:
             return {}
-        found = self.recorded(self.meetings_of_ranks, key)
+        found = self.recorded(self.gradient_inputs_of_ranks, key)
         if found is None or any(len(each.values) != len(values) for each in found):
             if self.run.record.step_count >= self.steps:
                 self.run.end_early()
@@ -160,7 +163,7 @@ class LoopFeeder:
                 changed[id(own)] = new
         return changed
 
-    def value_of(self, own: Any, column: list, found: list[Meeting], is_input: bool) -> Any:
+    def value_of(self, own: Any, column: list, found: list[GradientInput], is_input: bool) -> Any:
         """Choose what one rank computes with, and note what may explain a difference."""
         at, note, sizes = source_line(), self.watcher.note, [each.size for each in found]
         if len(column) == 1:  # each rank gets its own

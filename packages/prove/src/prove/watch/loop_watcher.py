@@ -2,10 +2,10 @@
 
 A mode of torch sees every call of a torch function outside of modules, backward and optimizers. Two
 kinds count. A *source* is what the loop reads or makes: `x[ids]`, torch.stack, a draw.
-A *meeting* is where data without gradient come together with a tensor that has one: what goes into
-a model, the targets of a loss, the advantages of a policy. Only the last sources before a meeting
-matter, so an environment, whose ranks act for themselves, stays as it is. loop_feeder.py replaces
-their data in a replay.
+A *gradient input* is where data without gradient come together with a tensor that has one: what
+goes into a model, the targets of a loss, the advantages of a policy. Only the last sources before
+it matter, so an environment, whose ranks act for themselves, stays as it is. loop_feeder.py
+replaces their data in a replay.
 """
 
 import os
@@ -28,7 +28,7 @@ from prove.watch import loss
 from prove.watch.batches import own_copy, tensors_in
 from prove.watch.draws import MAX_DRAWN_BYTES, Draws, is_number
 from prove.watch.feeder import Feeder, InputKeeper, batch_of_forward, size_of
-from prove.watch.loop_feeder import LoopFeeder, Meeting, Source, SourceKey
+from prove.watch.loop_feeder import CallKey, GradientInput, LoopFeeder, Source
 from prove.watch.model_tensors import project
 from prove.watch.rank_run import (
     OWN_FOLDERS,
@@ -90,7 +90,7 @@ def drops_rows(name: str, args: tuple) -> bool:
 
 
 class LoopWatcher:
-    """Records the sources and meetings of this rank, or lets a LoopFeeder replace their data."""
+    """Records the sources and gradient inputs of this rank, or lets a LoopFeeder replace them."""
 
     def __init__(
         self, run: RankRun, draws: Draws, feeder: Feeder | None, steps: StepWatcher
@@ -100,12 +100,12 @@ class LoopWatcher:
         self.main_thread = threading.main_thread().ident
         self.calls: Counter = Counter()
         self.tags = WeakTensorKeyDictionary()  # by tensor: its last sources and its statistics
-        self.sources: dict[SourceKey, Tensor] = {}
-        self.meetings: dict[SourceKey, Meeting] = {}
-        self.open_meeting: SourceKey | None = None  # its call has not given its result yet
+        self.sources: dict[CallKey, Tensor] = {}
+        self.gradient_inputs: dict[CallKey, GradientInput] = {}
+        self.open_gradient_input: CallKey | None = None  # its call has not given its result yet
         self.size: int | None = None  # samples in the last input of a model
         self.forwards = 0  # calls of models without DDP
-        self.statistics: dict[SourceKey, Statistic] = {}
+        self.statistics: dict[CallKey, Statistic] = {}
         self.bytes_kept = 0
         self.local = threading.local()
         self.mode = LoopMode(self)
@@ -119,7 +119,7 @@ class LoopWatcher:
         run = self.run
         if run.written or getattr(self.local, "busy", False) or not run.has_no_loader():
             return False
-        if self.feeder and not self.feeder.meetings_of_ranks:
+        if self.feeder and not self.feeder.gradient_inputs_of_ranks:
             return False
         if threading.get_ident() != self.main_thread:
             return True
@@ -145,13 +145,13 @@ class LoopWatcher:
         if (self.run.record.step_count + 1, at) not in noted:
             noted.append((self.run.record.step_count + 1, at))
 
-    def next_key(self, name: str, line: str) -> SourceKey:
+    def next_key(self, name: str, line: str) -> CallKey:
         if (
             self.run.settings.mode == Mode.ORIGINAL
         ):  # that script has other lines: only order counts
             line = ""
         self.calls[name, line] += 1
-        return SourceKey(line, name, self.calls[name, line] - 1)
+        return CallKey(line, name, self.calls[name, line] - 1)
 
     def tags_of(self, value: Any) -> frozenset:
         return self.tags.get(value, frozenset()) if isinstance(value, Tensor) else frozenset()
@@ -176,7 +176,7 @@ class LoopWatcher:
         if not self.feeder and not self.is_recording():
             return result
         if isinstance(result, Tensor) and self.is_source(name, result, args):
-            return self.source(name, result, args, tensors)
+            return self.save_or_merge_source(name, result, args, tensors)
         if not self.feeder:
             self.pass_tags_on(name, result, args, tensors)
         return result
@@ -186,13 +186,15 @@ class LoopWatcher:
             return False
         return name in MAKES or name in DRAWS or (name in READS and not drops_rows(name, args))
 
-    def source(self, name: str, result: Tensor, args: tuple, tensors: list[Tensor]) -> Tensor:
+    def save_or_merge_source(
+        self, name: str, result: Tensor, args: tuple, tensors: list[Tensor]
+    ) -> Tensor:
         at = source_line()
         if at == "?":
             return result
         key = self.next_key(name, at)
         if self.feeder:
-            return self.feeder.source(key, result)
+            return self.feeder.merged_source(key, result)
         self.keep(result)
         self.sources[key] = own_copy(result)
         tags = [tag for tensor in tensors for tag in self.tags_of(tensor)]
@@ -210,7 +212,7 @@ class LoopWatcher:
         self.bytes_kept += tensor.nbytes
         if self.bytes_kept > MAX_DRAWN_BYTES:
             self.sources.clear()
-            self.meetings.clear()
+            self.gradient_inputs.clear()
             self.note(DataFinding.TOO_MANY, source_line())
 
     def pass_tags_on(self, name: str, result: Any, args: tuple, tensors: list[Tensor]) -> None:
@@ -293,19 +295,19 @@ class LoopWatcher:
             self.draws.end_batch()
 
     def record_or_match(self, name: str, values: list, size: int | None) -> dict[int, Any]:
-        """While observing, record a meeting; in a replay, match it with those of all ranks.
+        """While observing, record a gradient input; in a replay, match it with those of all ranks.
 
         Returns what replaces the values, by their ids.
         """
         at = source_line()
-        key = self.next_key(f"meeting {name}", at)
+        key = self.next_key(f"gradient input {name}", at)
         if self.feeder:
             return self.feeder.match_data(key, values)
         if self.is_recording():
             rows = [len(value) for value in values if isinstance(value, Tensor) and value.ndim]
             size = size or self.size or (rows[0] if rows else 1)
-            self.note_meeting(key, values, size)
-            self.open_meeting = key
+            self.save_gradient_input(key, values, size)
+            self.open_gradient_input = key
         return {}
 
     def leave_module(self, inputs: tuple, outputs: Any) -> None:
@@ -318,27 +320,27 @@ class LoopWatcher:
                     self.tags[tensor] = tags | self.tags_of(tensor)
 
     def note_backward_of(self, outputs: Any) -> None:
-        """Note when backward comes through the open meeting: only then does this one train."""
-        key, self.open_meeting = self.open_meeting, None
+        """Note when backward comes through the open gradient input: only then does it train."""
+        key, self.open_gradient_input = self.open_gradient_input, None
         for tensor in tensors_in([outputs]) if key else []:
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda gradient: self.note_training(key))
 
-    def note_training(self, key: SourceKey | None) -> None:
-        if key in self.meetings:
-            self.meetings[key] = self.meetings[key]._replace(trains=True)
+    def note_training(self, key: CallKey | None) -> None:
+        if key in self.gradient_inputs:
+            self.gradient_inputs[key] = self.gradient_inputs[key]._replace(trains=True)
 
-    def note_meeting(self, key: SourceKey, values: list, size: int) -> None:
+    def save_gradient_input(self, key: CallKey, values: list, size: int) -> None:
         tags = {tag for value in values for tag in self.tags_of(value)}
         statistics = sorted(tag for tag in tags if isinstance(tag, str))
-        sources = [tag for tag in tags if isinstance(tag, SourceKey)]
+        sources = [tag for tag in tags if isinstance(tag, CallKey)]
         copies = []
         for value in values:
             if isinstance(value, Tensor):
                 self.keep(value)
                 value = own_copy(value)
             copies.append(value)
-        self.meetings[key] = Meeting(copies, size, statistics, sources)
+        self.gradient_inputs[key] = GradientInput(copies, size, statistics, sources)
         used = {each.tag: each for each in self.statistics.values()}
         for tag in statistics:
             if used[tag] not in self.run.record.statistics:
@@ -346,14 +348,16 @@ class LoopWatcher:
 
     def enter_ddp(self, args: tuple, kwargs: dict) -> bool:
         """Let what goes into DDP meet gradients; in a replay, is it what all ranks gave to it?"""
-        if not self.run.has_no_loader() or (self.feeder and not self.feeder.meetings_of_ranks):
+        if not self.run.has_no_loader() or (
+            self.feeder and not self.feeder.gradient_inputs_of_ranks
+        ):
             return False
         self.size = size_of((list(args), kwargs))
         values = [part for part in parts_of(args, kwargs) if is_plain(part)]
         values = [value for value in values if not value.requires_grad]
         changed = self.record_or_match("model", values, self.size)
-        self.note_training(self.open_meeting)
-        self.open_meeting = None
+        self.note_training(self.open_gradient_input)
+        self.open_gradient_input = None
         return not changed
 
     def finish(self) -> None:
@@ -361,13 +365,13 @@ class LoopWatcher:
         if self.feeder or not run.has_no_loader():
             return
         needed = {
-            key: Source(self.sources[key], meeting.size)
-            for meeting in reversed(self.meetings.values())
-            for key in meeting.sources
-            if meeting.trains and key in self.sources
+            key: Source(self.sources[key], gradient_input.size)
+            for gradient_input in reversed(self.gradient_inputs.values())
+            for key in gradient_input.sources
+            if gradient_input.trains and key in self.sources
         }
         place = (run.settings.folder, run.settings.name, run.record.rank)
-        save_tensors((needed, self.meetings), loop_file(*place))
+        save_tensors((needed, self.gradient_inputs), loop_file(*place))
 
 
 def watch_threads(watcher: LoopWatcher) -> None:
