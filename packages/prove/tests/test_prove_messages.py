@@ -156,7 +156,7 @@ def test_the_error_of_a_rank_is_told_and_not_that_of_its_launcher():
 
 def test_a_rank_that_loses_one_which_we_have_ended_has_no_error_of_its_own():
     lost = RaisedError("RuntimeError", "Connection closed by peer", "train.py:9", 0.0)
-    for ended, is_ours in ((Ended.WHEN_SEEN, True), (Ended.AT_ITS_END, False)):
+    for ended, is_ours in ((Ended.WHEN_SEEN, True), (Ended.FINISHED, False)):
         records = [RankRecord(0, ended=ended), RankRecord(1, ended=Ended.WITH_ERROR, error=lost)]
         outcome = ends.without_our_ends(RunOutcome(1, "", False, False, records, 1.0))
         assert [outcome.status == 0, outcome.records[1].error is None] == [is_ours, is_ours]

@@ -95,7 +95,7 @@ class Controls:
         """Try the other order of rows, where BatchNorm gets several of each sample."""
         if Flag.BATCHNORM_ROWS_GUESSED not in self.replay.one_rank_record.flags:
             return None
-        blocks = self.runs.replay(Mode.REPLAY, self.command, ReplayVariant.BLOCKS)
+        blocks = self.runs.replay(Mode.REPLAY, self.command, ReplayVariant.ROWS_IN_BLOCKS)
         compared = comparisons(blocks)
         if worst(compared) != Outcome.EQUAL:
             return self.no_verdict(ReplayReason.BATCHNORM_ROWS_GUESSED)
@@ -173,7 +173,7 @@ class Controls:
         """
         if not self.replay.source_lines_of_draws(Finding.SEVERAL):
             return None
-        blocks = self.runs.replay(Mode.REPLAY, self.command, ReplayVariant.BLOCKS)
+        blocks = self.runs.replay(Mode.REPLAY, self.command, ReplayVariant.ROWS_IN_BLOCKS)
         if replay_checks.why_not_replayed(blocks):
             return None
         compared = comparisons(blocks)

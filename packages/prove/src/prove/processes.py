@@ -32,7 +32,7 @@ from prove.rank_record import (
     read_records,
 )
 
-ONE_RANK_MODES = (Mode.REPLAY, Mode.WHOLE, Mode.SEQUENCE, Mode.ORIGINAL)
+ONE_RANK_MODES = (Mode.REPLAY, Mode.GLOBAL_BATCHNORM, Mode.SEQUENCE, Mode.ORIGINAL)
 HOOKS = Path(__file__).parent / "hooks"
 RANK, WORLD_SIZE = "{rank}", "{world_size}"  # in a command that each rank gets with its numbers
 WARNING_FILTERS = warnings.filters[:]  # of a script: ours are quieter
@@ -147,7 +147,7 @@ def become_rank(command: list[str], environment: dict[str, str], log: Path) -> N
         except BaseException as error:
             this_run.write_failure(error)
             traceback.print_exc()
-        this_run.write(Ended.AT_ITS_END if status == 0 else Ended.WITH_ERROR)
+        this_run.write(Ended.FINISHED if status == 0 else Ended.WITH_ERROR)
     except BaseException:  # our own mistake, about which end_process would say nothing
         traceback.print_exc()
         status = 1

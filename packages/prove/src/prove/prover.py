@@ -181,7 +181,7 @@ class Prover:
         result += schedule.schedule_rows(replay)
         values = replay_checks.smallest_batchnorm(replay.rank_0_record)
         is_small = 0 < values < replay_checks.SMALL_BATCH
-        whole_batch_replay = self.runs.replay(Mode.WHOLE, command) if is_small else None
+        whole_batch_replay = self.runs.replay(Mode.GLOBAL_BATCHNORM, command) if is_small else None
         return result + replay_checks.batchnorm_rows(replay, whole_batch_replay)
 
     def number_rows(self, replay: Replay, variant: ReplayVariant) -> list[ReportRow]:

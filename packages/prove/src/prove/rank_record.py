@@ -26,7 +26,9 @@ class Mode(StrEnum):
 
     OBSERVE = "observe"
     REPLAY = "replay"  # sample 0 of each rank, sample 1 of each rank, ...: one large batch
-    WHOLE = "whole"  # the same, but BatchNorm normalizes the whole batch, not the rows of a rank
+    GLOBAL_BATCHNORM = (
+        "whole"  # the same, but BatchNorm normalizes the whole batch, not the rows of a rank
+    )
     SEQUENCE = "sequence"  # the batches of the ranks one after another: accumulation was divided
     ORIGINAL = "original"  # as REPLAY, in the script for one GPU
     CONTROL = "control"  # all ranks, each fed its own records: do they reproduce themselves?
@@ -43,20 +45,20 @@ class ReplayVariant(StrEnum):
     ONE_DRAW = "-one-draw"  # all samples of a batch get one and the same draw
     NO_DROPOUT = "-no-dropout"
     LONGER = "-longer"  # the observed run, to where the shortest epoch of a rank ends
-    BLOCKS = "-blocks"  # several rows of a sample lie in blocks: see batches.owners_of_rows
+    ROWS_IN_BLOCKS = "-blocks"  # several rows of a sample lie in blocks: see batches.owners_of_rows
 
 
 class Ended(StrEnum):
     """How the run of a rank ended."""
 
     NOT_YET = "not yet"  # or it was killed
-    AT_ITS_END = "at the end of the script"
+    FINISHED = "at the end of the script"
     WHEN_SEEN = "when enough was seen"  # we have ended it
     WITH_ERROR = "with an error"
 
     @property
     def is_well(self) -> bool:
-        return self in (Ended.AT_ITS_END, Ended.WHEN_SEEN)
+        return self in (Ended.FINISHED, Ended.WHEN_SEEN)
 
 
 class Finding(StrEnum):

@@ -36,7 +36,7 @@ def rows_of_end(replay: Replay) -> list[ReportRow]:
     """One rank ends by itself before it has had all batches that the ranks have had."""
     ranks_batches = min(map(training_batches, replay.records))
     one_batches = training_batches(replay.one_rank_record)
-    ends = replay.one_rank_record.ended == Ended.AT_ITS_END and replay.name == Mode.REPLAY
+    ends = replay.one_rank_record.ended == Ended.FINISHED and replay.name == Mode.REPLAY
     ends &= replay.one_rank_record.step_count < min(own.step_count for own in replay.records)
     if (
         not ends

@@ -314,7 +314,7 @@ class Draws:
         rows = values[0].shape[dim] // self.sizes[0]
         if rows > 1:
             self.record_finding(Finding.SEVERAL, key.source_line)
-        in_blocks = rows > 1 and self.run.settings.variant == ReplayVariant.BLOCKS
+        in_blocks = rows > 1 and self.run.settings.variant == ReplayVariant.ROWS_IN_BLOCKS
         try:
             parts = pad_like(values, drawn, dim)
             answer = interleave(parts, self.sizes, dim, rows if in_blocks else 1)

@@ -123,7 +123,7 @@ class Feeder:
         rank_0_record = records[0]
         self.only_on_rank_0 = passes_of_rank_0_alone(records)
         self.normalizes_by_rank = bool(rank_0_record.batchnorm) and self.mode not in (
-            Mode.WHOLE,
+            Mode.GLOBAL_BATCHNORM,
             Mode.CONTROL,
         )
         self.recorded_loader_passes = [
@@ -332,7 +332,7 @@ def watch_batchnorm(run: RankRun, feeder: Feeder | None) -> None:
             return original(self, rows)
         if len(feeder.sizes) == 1:
             return original(self, rows)
-        in_blocks = run.settings.variant == ReplayVariant.BLOCKS
+        in_blocks = run.settings.variant == ReplayVariant.ROWS_IN_BLOCKS
         owners = owners_of_rows(len(rows), feeder.sizes, in_blocks)
         if owners is None:
             run.flag(Flag.BATCHNORM_ROWS_UNKNOWN)

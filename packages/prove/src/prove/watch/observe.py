@@ -70,7 +70,7 @@ def install() -> RankRun:
             steps = model_watcher.steps
             operations.install(draws, steps.by_hand, steps.begin_step_by_hand)
             model_watcher.loop_watcher = loop_watcher.install(run, draws, steps, batch_io)
-    atexit.register(run.write, Ended.AT_ITS_END)
+    atexit.register(run.write, Ended.FINISHED)
 
     @wrap(sys, "excepthook")
     def hook(show: Callable, kind: Any, error: BaseException, trace: Any) -> None:

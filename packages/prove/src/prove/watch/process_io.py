@@ -154,7 +154,7 @@ def watch_groups(run: RankRun) -> None:
     @wrap(dist, "destroy_process_group")
     def end(original: Callable, group: Any = None) -> None:
         if group in (None, dist.group.WORLD):
-            run.write(Ended.AT_ITS_END)
+            run.write(Ended.FINISHED)
         original(group)
 
     @wrap_everywhere(c10d, "new_group")

@@ -163,7 +163,7 @@ class RankRun:
             self.begin_in_this_process()
             self.record.rank, self.record.world_size = dist.get_rank(), dist.get_world_size()
             self.joined = True
-            multiprocessing.util.Finalize(None, self.write, (Ended.AT_ITS_END,), exitpriority=100)
+            multiprocessing.util.Finalize(None, self.write, (Ended.FINISHED,), exitpriority=100)
             threading.Thread(target=self.write_until_end, daemon=True).start()
 
     def note_event(self) -> None:
