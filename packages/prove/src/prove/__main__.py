@@ -40,7 +40,7 @@ from prove.errors import (
 from prove.judge.table import (
     WARNING,
     WRONG,
-    ProofRow,
+    ReplayCheck,
     ReportRow,
     format_table,
     unproven_checks,
@@ -49,8 +49,8 @@ from prove.judge.wording import number_with_noun
 from prove.options import parse_args
 
 PROOF_OF: dict[str, str] = {
-    ProofRow.ONE_RANK: "what is averaged",
-    ProofRow.ORIGINAL: "the conversion",
+    ReplayCheck.ONE_RANK: "what is averaged",
+    ReplayCheck.ORIGINAL: "the conversion",
 }
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
@@ -127,7 +127,9 @@ def main() -> int:
             error += ", before anything was known"
         print_to_stderr(f"error: {error}")
         return status
-    proof = [ProofRow.ONE_RANK, ProofRow.ORIGINAL] if args.original else [ProofRow.ONE_RANK]
+    proof = (
+        [ReplayCheck.ONE_RANK, ReplayCheck.ORIGINAL] if args.original else [ReplayCheck.ONE_RANK]
+    )
     unproven = unproven_checks(rows, proof)
     write_json(args.json, rows, unproven, "")
     print(format_table(rows))

@@ -21,16 +21,16 @@ class Result:
     unproven: list[str]
     strict: bool = False  # then warnings count as WRONG
 
-    def having(self, verdict: str) -> list[ReportRow]:
+    def rows_with(self, verdict: str) -> list[ReportRow]:
         return [row for row in self.rows if row.verdict == verdict]
 
     @property
     def wrong(self) -> list[ReportRow]:
-        return self.having(WRONG)
+        return self.rows_with(WRONG)
 
     @property
     def warnings(self) -> list[ReportRow]:
-        return self.having(WARNING)
+        return self.rows_with(WARNING)
 
     @property
     def proven(self) -> bool:

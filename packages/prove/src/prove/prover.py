@@ -31,7 +31,7 @@ from prove.judge.loader_passes import same_contents, trained_loader_passes
 from prove.judge.original_epoch import original_epoch_rows
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.table import RIGHT, WRONG, ProofRow, ReportRow, not_seen
+from prove.judge.table import RIGHT, WRONG, ReplayCheck, ReportRow, not_seen
 from prove.rank_record import (
     Flag,
     Mode,
@@ -93,21 +93,21 @@ class Prover:
         rows += rows_of_phase(Phase.ANY_RUN, context)
         if any(record.world_size > len(records) for record in records):
             facts = {"present": len(records), "world_size": records[0].world_size}
-            rows.append(not_seen(ProofRow.RANKS, ReplayReason.RECORDS_MISSING, **facts))
+            rows.append(not_seen(ReplayCheck.RANKS, ReplayReason.RECORDS_MISSING, **facts))
             return
         rows += rows_of_phase(Phase.ALL_RECORDS, context)
         if observed_outcome.hang:
-            rows.append(not_seen(ProofRow.ONE_RANK, ReplayReason.RUN_HANGS))
+            rows.append(not_seen(ReplayCheck.ONE_RANK, ReplayReason.RUN_HANGS))
             return
         if not all(record.ended.is_well for record in records):
             message = error_of(observed_outcome)
-            rows.append(not_seen(ProofRow.ONE_RANK, ReplayReason.RUN_FAILS, message=message))
+            rows.append(not_seen(ReplayCheck.ONE_RANK, ReplayReason.RUN_FAILS, message=message))
             return
         if not any(record.step_count for record in records):
             batches = sum(loader_pass.batches_given for loader_pass in records[0].loader_passes)
             why = ReplayReason.NO_STEP if batches else ReplayReason.NO_BATCH
             places = list(dict.fromkeys(each.source_line for each in records[0].loader_passes))
-            rows.append(not_seen(ProofRow.ONE_RANK, why, batches=batches, places=places))
+            rows.append(not_seen(ReplayCheck.ONE_RANK, why, batches=batches, places=places))
             return
         context.outcome = self.runs.observed_outcome = replace(
             observed_outcome, records=steps_of_all_ranks(records)
@@ -116,7 +116,7 @@ class Prover:
         if trains_one_model(context):
             rows += rows_of_phase(Phase.ONE_MODEL, context)
         rows += self.one_rank_rows(rows)
-        if any(row.check == ProofRow.ONE_RANK and row.verdict == RIGHT for row in rows):
+        if any(row.check == ReplayCheck.ONE_RANK and row.verdict == RIGHT for row in rows):
             moot = {reason for check in CHECKS for reason in check.moot_if_proven}
             rows[:] = [row for row in rows if row.reason not in moot]
         rows += self.original_rows(rows)
@@ -126,7 +126,7 @@ class Prover:
             return []
         replay = self.runs.replay(Mode.ORIGINAL, shlex.split(self.args.original))
         if obstacle := replay_checks.why_not_replayed(replay):
-            return [obstacle.row(ProofRow.ORIGINAL)]
+            return [obstacle.row(ReplayCheck.ORIGINAL)]
         compared = comparisons(replay)
         if worst(compared) == Outcome.DIFFERENT:
             unsure = replay_checks.unsure_draws(replay)
@@ -140,7 +140,7 @@ class Prover:
         elif unsure := replay_checks.data_not_given(replay, compared):
             compared = [unsure]
         records, original = self.observed_outcome.records, replay.one_rank_record
-        result = [each.row(ProofRow.ORIGINAL) for each in compared]
+        result = [each.row(ReplayCheck.ORIGINAL) for each in compared]
         return result + original_epoch_rows(records, original)
 
     def why_no_replay(self, command: list[str] | None) -> Comparison | None:
@@ -164,17 +164,17 @@ class Prover:
         command = command_of_one_rank(self.args)
         obstacle = self.why_no_replay(command)
         if command is None or obstacle:
-            return [obstacle.row(ProofRow.ONE_RANK)] if obstacle else []
+            return [obstacle.row(ReplayCheck.ONE_RANK)] if obstacle else []
         replay = self.runs.best_replay(command)
         if obstacle := replay_checks.why_not_replayed(replay):
-            return [obstacle.row(ProofRow.ONE_RANK)]
+            return [obstacle.row(ReplayCheck.ONE_RANK)]
         compared = comparisons(replay)
         controls = Controls(self.runs, command, replay, compared, rows)
         if worst(compared) == Outcome.DIFFERENT:
             compared = controls.result()
         elif unsure := replay_checks.data_not_given(replay, compared):
             compared = [unsure]
-        result = [each.row(ProofRow.ONE_RANK) for each in compared]
+        result = [each.row(ReplayCheck.ONE_RANK) for each in compared]
         result += replay_checks.draw_rows(replay)
         if all(each.outcome == Outcome.EQUAL for each in compared):
             result += self.number_rows(controls.replay, controls.variant)

@@ -32,7 +32,7 @@ from prove.judge.reasons import Phrase, Reason
 from prove.judge.replay import Precision, Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.steps import differ
-from prove.judge.table import NOT_SEEN, RIGHT, WARNING, WRONG, ProofRow, ReportRow
+from prove.judge.table import NOT_SEEN, RIGHT, WARNING, WRONG, ReplayCheck, ReportRow
 from prove.judge.wording import phrase
 from prove.rank_record import Flag, OptimizerRecord, OptimizerStep, Projection
 
@@ -71,7 +71,7 @@ class Comparison:
     reason: Reason
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def row(self, check: ProofRow) -> ReportRow:
+    def row(self, check: ReplayCheck) -> ReportRow:
         return ReportRow(VERDICTS.get(self.outcome, NOT_SEEN), check, self.reason, self.facts)
 
 

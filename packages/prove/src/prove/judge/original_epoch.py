@@ -2,14 +2,14 @@
 
 from prove.judge.loader_passes import rows_are_split, trained_loader_passes
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.table import ProofRow, ReportRow, not_seen, right, warning
+from prove.judge.table import ReplayCheck, ReportRow, not_seen, right, warning
 from prove.rank_record import RankRecord
 
 
 def original_epoch_rows(records: list[RankRecord], original: RankRecord) -> list[ReportRow]:
     """Do all ranks together train on as many samples, in as many batches, as the original would?
     It got our batches, but its loader has a length of its own."""
-    check, passes = ProofRow.EPOCH_OF_ORIGINAL, trained_loader_passes(records)
+    check, passes = ReplayCheck.EPOCH_OF_ORIGINAL, trained_loader_passes(records)
     passes_of_original = [each for each in original.loader_passes if each.step_count]
     if not passes or not passes_of_original:
         return []

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from prove.judge.reasons import Phrase
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.table import ProofRow, ReportRow, right, warning
+from prove.judge.table import ReplayCheck, ReportRow, right, warning
 from prove.judge.wording import NUMBER, phrase
 from prove.rank_record import RankRecord
 
@@ -120,7 +120,7 @@ def need_control(replay: Replay) -> bool:
 
 def printed_rows(replay: Replay, control: list[RankRecord] | None = None) -> list[ReportRow]:
     """control: the records of the same ranks, run again with what they got."""
-    check, one_numbers = ProofRow.PRINTED_NUMBERS, printed_numbers(replay.one_rank_record)
+    check, one_numbers = ReplayCheck.PRINTED_NUMBERS, printed_numbers(replay.one_rank_record)
     numbers = {
         position: number for position, number in printed_numbers(replay.rank_0_record).items()
         if position in one_numbers and (number.is_statistic or control)

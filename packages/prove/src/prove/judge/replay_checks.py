@@ -9,7 +9,7 @@ from prove.judge.reasons import Phrase, Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.steps import differing_statistic
-from prove.judge.table import ProofRow, ReportRow, right, warning
+from prove.judge.table import ReplayCheck, ReportRow, right, warning
 from prove.judge.wording import phrase
 from prove.rank_record import DataFinding, Finding, Flag, RaisedError, RankRecord
 
@@ -169,7 +169,7 @@ def missing_before_a_later_epoch(replay: Replay) -> dict[str, Any] | None:
 
 def draws_not_given(replay: Replay, rows: list[ReportRow]) -> Comparison | None:
     """Without a loader, the original gets no draws of the ranks: nobody knows when they are due."""
-    of_draws = (ProofRow.RANDOM_DECISIONS, ProofRow.RANDOM_NUMBERS)
+    of_draws = (ReplayCheck.RANDOM_DECISIONS, ReplayCheck.RANDOM_NUMBERS)
     places = [at for row in rows if row.check in of_draws for at in row.facts["places"]]
     if not places or any(each.step_count for each in replay.rank_0_record.loader_passes):
         return None
@@ -183,16 +183,16 @@ def draw_rows(replay: Replay) -> list[ReportRow]:
     of_dropout = replay.rank_0_record.dropout  # it has a row of its own
     by_sample = [at for at in replay.source_lines_of_draws(Finding.BY_SAMPLE) if at not in same]
     if places := [at for at in same if at not in of_dropout]:
-        rows.append(warning(ProofRow.RANDOM_NUMBERS, ReplayReason.SAME_NOISE, places=places))
+        rows.append(warning(ReplayCheck.RANDOM_NUMBERS, ReplayReason.SAME_NOISE, places=places))
     elif places := by_sample:
-        rows.append(right(ProofRow.RANDOM_NUMBERS, ReplayReason.NOISE_BY_SAMPLE, places=places))
+        rows.append(right(ReplayCheck.RANDOM_NUMBERS, ReplayReason.NOISE_BY_SAMPLE, places=places))
     return rows
 
 
 def decision_rows(replay: Replay) -> list[ReportRow]:
     """What each rank draws once for its whole batch: a share, as mixup's, or where to branch? Only
     the name of the distribution can tell."""
-    check, places = ProofRow.RANDOM_DECISIONS, replay.source_lines_of_draws(Finding.DECISION)
+    check, places = ReplayCheck.RANDOM_DECISIONS, replay.source_lines_of_draws(Finding.DECISION)
     names: dict[str, set[str]] = {}
     for key in replay.batch_decisions:
         names.setdefault(key.source_line, set()).add(key.name)
@@ -217,7 +217,7 @@ def batchnorm_rows(replay: Replay, whole_batch_replay: Replay | None) -> list[Re
         return []
     facts = {"layers": next(iter(replay.rank_0_record.batchnorm)), "values": values}
     if whole_batch_replay is None or not whole_batch_replay.stepped:
-        return [right(ProofRow.BATCHNORM, ReplayReason.BATCHNORM_OF_EACH_RANK, **facts)]
+        return [right(ReplayCheck.BATCHNORM, ReplayReason.BATCHNORM_OF_EACH_RANK, **facts)]
     gradients = whole_batch_replay.gradients(0)
     apart = (
         sum(float((pair.ranks_gradient - pair.one_gradient).norm()) ** 2 for pair in gradients)
@@ -225,7 +225,7 @@ def batchnorm_rows(replay: Replay, whole_batch_replay: Replay | None) -> list[Re
     )
     length = sum(float(pair.one_gradient.norm()) ** 2 for pair in gradients) ** 0.5 or 1.0
     return [
-        warning(ProofRow.BATCHNORM, ReplayReason.BATCHNORM_OF_FEW, apart=apart / length, **facts)
+        warning(ReplayCheck.BATCHNORM, ReplayReason.BATCHNORM_OF_FEW, apart=apart / length, **facts)
     ]
 
 

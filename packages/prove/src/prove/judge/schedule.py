@@ -7,11 +7,11 @@ from prove.judge.distances import numbers_differ
 from prove.judge.reasons import Phrase
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.table import ProofRow, ReportRow, right, warning
+from prove.judge.table import ReplayCheck, ReportRow, right, warning
 from prove.judge.wording import phrase
 from prove.rank_record import Ended, Flag, Mode, RankRecord, ScheduleRecord
 
-CHECK = ProofRow.SCHEDULE
+CHECK = ReplayCheck.SCHEDULE
 FEW_STEPS = 2  # that a script may add, to be sure
 LENGTH_TOLERANCE = 0.05  # lengths that are rounded, or have a few steps of warm-up more
 

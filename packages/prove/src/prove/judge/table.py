@@ -22,7 +22,7 @@ WIDTH, INDENT = 100, " " * 10
 PAGE = Path(__file__).resolve().parents[1] / "cures.md"  # an installation brings it along
 
 
-class ProofRow(StrEnum):
+class ReplayCheck(StrEnum):
     """The rows that need more than the run of all ranks, by the names that the table prints."""
 
     ONE_RANK = "one rank"  # this and the next are the proof
