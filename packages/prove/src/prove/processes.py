@@ -107,7 +107,7 @@ def hook_variables(environment: Mapping[str, str], folder: Path, module: str) ->
     """
     paths = [str(HOOKS), environment.get("PYTHONPATH", "")]
     path = os.pathsep.join(filter(None, paths))
-    return {"PYTHONPATH": path, "AFTER_TORCH": f"{folder}:{module}"}
+    return {"PYTHONPATH": path, "PROVE_AFTER_TORCH": f"{folder}:{module}"}
 
 
 def begin_as(command: list[str], environment: dict[str, str], log: Path) -> None:

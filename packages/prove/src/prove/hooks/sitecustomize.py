@@ -1,7 +1,7 @@
 """Python runs this in each process that the user's command starts: it waits for `import torch`.
 
-AFTER_TORCH is a folder and a module in it, as in /path/to/src:prove.watch.observe; install() of
-that module is called then.
+PROVE_AFTER_TORCH is a folder and a module in it, as in /path/to/src:prove.watch.observe; install()
+of that module is called then.
 """
 
 import importlib.util
@@ -39,8 +39,8 @@ class AfterTorch:
         return spec
 
 
-if "AFTER_TORCH" in os.environ:
-    sys.meta_path.insert(0, AfterTorch(*os.environ["AFTER_TORCH"].rsplit(":", 1)))
+if "PROVE_AFTER_TORCH" in os.environ:
+    sys.meta_path.insert(0, AfterTorch(*os.environ["PROVE_AFTER_TORCH"].rsplit(":", 1)))
 elsewhere = [path for path in sys.path if path and os.path.abspath(path) != HERE]
 spec = PathFinder.find_spec("sitecustomize", elsewhere)
 if spec and spec.loader:  # the user may have one, too
