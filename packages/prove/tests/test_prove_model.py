@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from prove.checks import CHECKS, averaged_gradients
 from prove.checks.base import Check, CheckContext
 from prove.judge.compare_steps import FLOAT64_LIMIT, Comparer, Comparison, Outcome, worst
+from prove.judge.rank_steps import StepOfRanks
 from prove.judge.reasons import Phrase, Reason
 from prove.judge.replay import Precision
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.schedule import Schedule, row_of_length
-from prove.judge.steps import StepOfRanks
+from prove.judge.replay_schedule import Schedule, row_of_length
 from prove.rank_record import (
     Flag,
     OptimizerRecord,

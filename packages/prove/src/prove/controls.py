@@ -17,7 +17,7 @@ from prove.judge.compare_steps import (
     not_compared,
     worst,
 )
-from prove.judge.ends import error_of
+from prove.judge.rank_exits import error_of
 from prove.judge.reasons import Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason

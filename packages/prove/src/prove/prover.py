@@ -17,7 +17,7 @@ from prove.checks import CHECKS, rows_of_phase, zero_gradients
 from prove.checks.base import CheckContext, Phase
 from prove.controls import Controls
 from prove.errors import NotJudgedError
-from prove.judge import printed_numbers, replay_checks, schedule
+from prove.judge import printed_numbers, replay_checks, replay_schedule
 from prove.judge.compare_steps import (
     Comparison,
     Outcome,
@@ -26,9 +26,9 @@ from prove.judge.compare_steps import (
     not_compared,
     worst,
 )
-from prove.judge.ends import error_of, what_ranks_do
 from prove.judge.loader_passes import same_contents, trained_loader_passes
 from prove.judge.original_epoch import original_epoch_rows
+from prove.judge.rank_exits import error_of, what_ranks_do
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.table import RIGHT, WRONG, ReplayCheck, ReportRow, not_seen
@@ -178,7 +178,7 @@ class Prover:
         result += replay_checks.draw_rows(replay)
         if all(each.outcome == Outcome.EQUAL for each in compared):
             result += self.number_rows(controls.replay, controls.variant)
-        result += schedule.schedule_rows(replay)
+        result += replay_schedule.schedule_rows(replay)
         values = replay_checks.smallest_batchnorm(replay.rank_0_record)
         is_small = 0 < values < replay_checks.SMALL_BATCH
         whole_batch_replay = self.runs.replay(Mode.GLOBAL_BATCHNORM, command) if is_small else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from prove import processes
 from prove.errors import NotJudgedError, NotObservedError
 from prove.judge import epoch_ends, loader_passes
-from prove.judge.ends import error_of, without_our_ends
+from prove.judge.rank_exits import error_of, excuse_connections_we_closed
 from prove.judge.replay import Precision, Replay
 from prove.rank_record import (
     Ended,
@@ -147,7 +147,7 @@ class Runs:
                 bare = self.run_bare(outcome)
                 if failed(bare):
                     break  # it fails by itself: no attempt of ours will help
-            outcome = without_our_ends(outcome)
+            outcome = excuse_connections_we_closed(outcome)
             if not failed(outcome):
                 break
         else:

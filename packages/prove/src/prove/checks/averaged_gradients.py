@@ -12,8 +12,8 @@ from prove.checks import weights
 from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import AVERAGE, NO_DDP, STEP, accumulate, own_step, plain
 from prove.checks.weights import WAS_FROZEN, WRAP_AGAIN, unfrozen_parameters
+from prove.judge.rank_steps import TINY, StepOfRanks, parameter_names, steps_with_old_gradients
 from prove.judge.reasons import Heading, Reason
-from prove.judge.steps import TINY, StepOfRanks, parameter_names, steps_with_old_gradients
 from prove.judge.table import RIGHT, WARNING, WRONG, ReportRow, not_seen, right, warning, wrong
 from prove.rank_record import Flag
 

@@ -10,8 +10,8 @@ from functools import cached_property
 
 from prove.checks.mistake import Mistake
 from prove.judge.loader_passes import share_one_data_set, trained_loader_passes
+from prove.judge.rank_steps import StepOfRanks, steps_of
 from prove.judge.reasons import Reason
-from prove.judge.steps import StepOfRanks, steps_of
 from prove.judge.table import ReportRow
 from prove.rank_record import Flag, LoaderPass, RankRecord, RunOutcome
 from prove.watch.rank_run import RankRun

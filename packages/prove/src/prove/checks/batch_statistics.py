@@ -1,8 +1,8 @@
 """Does the loss of a rank depend on a mean or the like over its own samples alone?"""
 
 from prove.checks.base import Check, CheckContext, Phase
+from prove.judge.rank_steps import differing_statistic
 from prove.judge.reasons import Heading, Reason
-from prove.judge.steps import differing_statistic
 from prove.judge.table import ReportRow, warning
 from prove.rank_record import CENTERED
 

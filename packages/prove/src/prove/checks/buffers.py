@@ -7,8 +7,8 @@ from torch import nn
 from prove.checks import weights
 from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import amp
+from prove.judge.rank_steps import names_apart
 from prove.judge.reasons import Heading, Reason
-from prove.judge.steps import names_apart
 from prove.judge.table import RIGHT, WARNING, ReportRow, right, warning
 from prove.judge.wording import phrase
 from prove.rank_record import Projection

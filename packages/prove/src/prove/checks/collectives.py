@@ -6,7 +6,7 @@ Where they then wait for ever, hang.py says so.
 from typing import Any
 
 from prove.checks.base import Check, CheckContext, Phase
-from prove.judge.ends import ends_with_others, wait_for_ever
+from prove.judge.rank_exits import ends_with_others, wait_for_ever
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import ReportRow, right, wrong
 from prove.judge.wording import phrase

@@ -12,8 +12,8 @@ from torch import nn
 
 from prove.checks import weights
 from prove.checks.base import Check, CheckContext, Phase
+from prove.judge.rank_steps import names_apart
 from prove.judge.reasons import Heading, Reason
-from prove.judge.steps import names_apart
 from prove.judge.table import RIGHT, ReportRow, right, warning
 from prove.rank_record import Projection, RankRecord
 from prove.watch.model_tensors import is_divided, project, without_wrappers

@@ -3,7 +3,7 @@
 from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.collectives import ALL_CALL, first_difference, missed_call
 from prove.checks.mistake import amp, plain
-from prove.judge.ends import state_of, wait_for_ever
+from prove.judge.rank_exits import state_of, wait_for_ever
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import WRONG, ReportRow, wrong
 

@@ -4,9 +4,9 @@ import re
 
 from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import plain
-from prove.judge.ends import error_is
+from prove.judge.rank_exits import error_is
+from prove.judge.rank_steps import parameter_names
 from prove.judge.reasons import Heading, Reason
-from prove.judge.steps import parameter_names
 from prove.judge.table import WARNING, ReportRow, warning, wrong
 from prove.judge.wording import phrase
 from prove.rank_record import DDPRecord

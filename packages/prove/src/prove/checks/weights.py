@@ -8,8 +8,8 @@ from typing import NamedTuple
 from prove.checks import zero_gradients
 from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import AVERAGE, LOSS, NO_DDP, STEP, amp, own_step, plain
+from prove.judge.rank_steps import StepOfRanks, differ
 from prove.judge.reasons import Heading, Reason
-from prove.judge.steps import StepOfRanks, differ
 from prove.judge.table import WRONG, ReportRow, not_seen, right, warning, wrong
 from prove.judge.wording import phrase
 from prove.rank_record import Projection, RankRecord

@@ -3,8 +3,8 @@
 from prove.checks import averaged_gradients
 from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import plain
+from prove.judge.rank_steps import steps_with_old_gradients
 from prove.judge.reasons import Heading, Reason
-from prove.judge.steps import steps_with_old_gradients
 from prove.judge.table import WRONG, ReportRow, wrong
 
 NAME = "zero_grad"

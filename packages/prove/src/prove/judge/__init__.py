@@ -1,8 +1,8 @@
 """What the records of the ranks say. Read on in this order:
 
-ends.py, loader_passes.py, epoch_ends.py, steps.py    what several of prove.checks ask
-replay.py, compare_steps.py, place.py    what all ranks computed against what one rank computed
-replay_checks.py, schedule.py, printed_numbers.py, original_epoch.py    what else a replay says
+rank_exits.py, loader_passes.py, epoch_ends.py, rank_steps.py    what several of prove.checks ask
+replay.py, compare_steps.py, first_difference.py    what all ranks computed against what one rank did
+replay_checks.py, replay_schedule.py, printed_numbers.py, original_epoch.py    what else it says
 reasons.py, replay_reasons.py, wording.py    the words of each verdict
 table.py         the rows that are printed
 """

@@ -27,11 +27,11 @@ from prove.judge.distances import (
     weights_are_finite,
     weights_differ,
 )
-from prove.judge.place import first_difference, source_line_of_loss
+from prove.judge.first_difference import first_difference, source_line_of_loss
+from prove.judge.rank_steps import differ
 from prove.judge.reasons import Phrase, Reason
 from prove.judge.replay import Precision, Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.steps import differ
 from prove.judge.table import NOT_SEEN, RIGHT, WARNING, WRONG, ReplayCheck, ReportRow
 from prove.judge.wording import phrase
 from prove.rank_record import Flag, OptimizerRecord, OptimizerStep, Projection

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+from prove.judge.rank_steps import differ
 from prove.judge.replay import Gradients
-from prove.judge.steps import differ
 from prove.rank_record import OptimizerStep, Projection
 
 Projections = Sequence[Projection | None]

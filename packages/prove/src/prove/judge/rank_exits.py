@@ -28,7 +28,7 @@ def ends_with_others(rank: RankRecord) -> bool:
     return Flag.ENDS_WITH_OTHERS in rank.flags
 
 
-def without_our_ends(outcome: RunOutcome) -> RunOutcome:
+def excuse_connections_we_closed(outcome: RunOutcome) -> RunOutcome:
     """We end a rank that has seen enough. Ranks that take other batches may still wait for it, and
     lose their connection: that is no error of theirs."""
     if not any(rank.ended == Ended.WHEN_SEEN for rank in outcome.records):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from prove.comparable import NotComparableError, comparable
-from prove.judge.ends import error_of
+from prove.judge.rank_exits import error_of
 from prove.rank_record import (
     Draw,
     DrawKey,

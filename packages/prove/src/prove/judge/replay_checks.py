@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 from prove.judge.compare_steps import Comparison, Outcome, not_compared
 from prove.judge.distances import distance, numbers_differ, relative_error_of_projections
+from prove.judge.rank_steps import differing_statistic
 from prove.judge.reasons import Phrase, Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.steps import differing_statistic
 from prove.judge.table import ReplayCheck, ReportRow, right, warning
 from prove.judge.wording import phrase
 from prove.rank_record import DataFinding, Finding, Flag, RaisedError, RankRecord
