@@ -12,7 +12,13 @@ from prove.checks import weights
 from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import AVERAGE, NO_DDP, STEP, accumulate, own_step, plain
 from prove.checks.weights import WAS_FROZEN, WRAP_AGAIN, unfrozen_parameters
-from prove.judge.rank_steps import TINY, StepOfRanks, parameter_names, steps_with_old_gradients
+from prove.judge.rank_steps import (
+    TINY,
+    StepOfRanks,
+    differ,
+    parameter_names,
+    steps_with_old_gradients,
+)
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import RIGHT, WARNING, WRONG, ReportRow, not_seen, right, warning, wrong
 from prove.rank_record import Flag
@@ -122,7 +128,13 @@ def row_of_apart(context: CheckContext) -> ReportRow | None:
 
 
 def parameters_apart(step: StepOfRanks) -> list[int]:
-    return step.differing_parameters("gradients", 1e-4)
+    """Index the parameters for which the ranks hold different gradients."""
+    held = step.by_parameter(lambda of_rank: of_rank.gradients)
+    return [
+        index
+        for index, gradients in enumerate(held)
+        if None not in gradients and differ(gradients, 1e-4)
+    ]
 
 
 def row_of_lost_imaginary(context: CheckContext) -> ReportRow | None:
@@ -178,11 +190,15 @@ class Averaged(NamedTuple):
 
 def averages(step: StepOfRanks) -> list[Averaged]:
     """One Averaged per parameter with a gradient on some rank: where none came, it was zero."""
-    pairs = zip(step.by_parameter("gradients"), step.by_parameter("local_gradients"), strict=True)
+    gradients_and_local = zip(
+        step.by_parameter(lambda of_rank: of_rank.gradients),
+        step.by_parameter(lambda of_rank: of_rank.local_gradients),
+        strict=True,
+    )
     scale = step.steps[0].loss_scale
     return [
         Averaged(gradients[0][0], [(own or 0.0) / scale for own in local], gradients[0][1])
-        for gradients, local in pairs
+        for gradients, local in gradients_and_local
         if None not in gradients and any(own is not None for own in local)
         and gradients[0][1] > TINY
     ]  # fmt: skip

@@ -60,7 +60,7 @@ def rows_of(ddp: DDPRecord) -> list[ReportRow]:
 def judge_steps(context: CheckContext) -> list[ReportRow]:
     """Only some ranks have a gradient of some parameters."""
     for step in context.steps:
-        local = step.by_parameter("local_gradients")
+        local = step.by_parameter(lambda of_rank: of_rank.local_gradients)
         without = [
             tuple(gradient is None for gradient in ranks_gradients) for ranks_gradients in local
         ]

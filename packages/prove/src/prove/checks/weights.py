@@ -138,7 +138,8 @@ def held_by_optimizers(steps: list[StepOfRanks], known: set[str]) -> list[HeldWe
     found: dict[tuple[int, int], HeldWeights] = {}
     for step in steps:
         optimizer = step.optimizer
-        after, before = step.by_parameter("weights_after"), step.by_parameter("weights_before")
+        after = step.by_parameter(lambda of_rank: of_rank.weights_after)
+        before = step.by_parameter(lambda of_rank: of_rank.weights_before)
         for number, name in enumerate(optimizer.names):
             if optimizer.keys[number] in known:
                 continue

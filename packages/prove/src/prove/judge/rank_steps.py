@@ -1,7 +1,7 @@
 """What do all ranks hold of the same step, tensor or number, and does it differ between them?"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +19,9 @@ class StepOfRanks:
     steps: list[OptimizerStep]
     exchange_precision: float  # spacing near 1 of the numbers that the ranks send
 
-    def by_parameter(self, name: str) -> list[tuple]:
-        """List for each parameter what the ranks hold as weights_before, gradients, or the like."""
-        return list(zip(*(getattr(step, name) for step in self.steps), strict=True))
-
-    def differing_parameters(self, name: str, limit: float = 1e-5) -> list[int]:
-        """Number the parameters for which the ranks hold different tensors."""
-        numbered = enumerate(self.by_parameter(name))
-        return [index for index, held in numbered if None not in held and differ(held, limit)]
+    def by_parameter(self, held: Callable[[OptimizerStep], list]) -> list[tuple]:
+        """List for each parameter what the ranks hold of it: gradients, weights, or the like."""
+        return list(zip(*map(held, self.steps), strict=True))
 
     @property
     def source_line(self) -> str:
