@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from prove.errors import OWN_ERROR, NotJudgedError, NotObservedError
+from prove.errors import ExitStatus, NotJudgedError, NotObservedError
 from prove.judge.table import WARNING, WRONG, ReportRow
 
 
@@ -53,7 +53,7 @@ def check(command: list[str], *options: str, strict: bool = False) -> Result:
             raise NotJudgedError(ended.stderr.strip()[-500:])
         written = json.loads(file.read_text())
     if written["error"]:
-        kind = NotObservedError if ended.returncode == OWN_ERROR else NotJudgedError
+        kind = NotObservedError if ended.returncode == ExitStatus.OWN_ERROR else NotJudgedError
         raise kind(written["error"])
     from prove.checks import SENTENCES  # it imports torch, which the run above did by itself
 

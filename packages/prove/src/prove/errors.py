@@ -1,6 +1,16 @@
 """What keeps prove from a verdict, and with which status its process ends."""
 
-PROVEN, IS_WRONG, NOT_JUDGED, OWN_ERROR, NOTHING_PROVEN = range(5)
+from enum import IntEnum
+
+
+class ExitStatus(IntEnum):
+    """The status with which prove's process ends."""
+
+    PROVEN = 0
+    IS_WRONG = 1
+    NOT_JUDGED = 2
+    OWN_ERROR = 3
+    NOTHING_PROVEN = 4
 
 
 class NotJudgedError(Exception):
