@@ -120,9 +120,7 @@ def main() -> int:
             error += ", before anything was known"
         print_to_stderr(f"error: {error}")
         return status
-    proof = (
-        [ReplayCheck.ONE_RANK, ReplayCheck.ORIGINAL] if args.original else [ReplayCheck.ONE_RANK]
-    )
+    proof = [ReplayCheck.ONE_RANK, *([ReplayCheck.ORIGINAL] if args.original else [])]
     unproven = unproven_checks(rows, proof)
     write_json(args.json, rows, unproven, "")
     print(format_table(rows))

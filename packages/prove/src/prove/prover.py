@@ -84,11 +84,8 @@ class Prover:
     def judge(self) -> None:
         self.runs.observe()
         self.check_that_something_was_seen()
-        observed_outcome, records, rows = (
-            self.observed_outcome,
-            self.observed_outcome.records,
-            self.rows,
-        )
+        observed_outcome, rows = self.observed_outcome, self.rows
+        records = observed_outcome.records
         context = CheckContext(observed_outcome)
         rows += rows_of_phase(Phase.ANY_RUN, context)
         if any(record.world_size > len(records) for record in records):

@@ -26,9 +26,8 @@ class Mode(StrEnum):
 
     OBSERVE = "observe"
     REPLAY = "replay"  # sample 0 of each rank, sample 1 of each rank, ...: one large batch
-    GLOBAL_BATCHNORM = (
-        "whole"  # the same, but BatchNorm normalizes the whole batch, not the rows of a rank
-    )
+    # The same, but BatchNorm normalizes the whole batch, not the rows of a rank.
+    GLOBAL_BATCHNORM = "whole"
     SEQUENCE = "sequence"  # the batches of the ranks one after another: accumulation was divided
     ORIGINAL = "original"  # as REPLAY, in the script for one GPU
     CONTROL = "control"  # all ranks, each fed its own records: do they reproduce themselves?

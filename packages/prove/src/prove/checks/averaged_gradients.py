@@ -96,10 +96,8 @@ def judge(context: CheckContext) -> list[ReportRow]:
     factor, step = max(known, key=lambda pair: abs(pair[0] - 1))
     if abs(factor - 1) <= tolerance(step):
         return [right(NAME, Says.MEAN_OF_RANKS, steps=len(known))]
-    facts, ranks = (
-        {"factor": factor, "step": step.step_number, "at": step.source_line},
-        len(step.steps),
-    )
+    facts = {"factor": factor, "step": step.step_number, "at": step.source_line}
+    ranks = len(step.steps)
     if abs(factor - ranks) <= ranks * tolerance(step):
         return [not_seen(NAME, Says.SUM_OF_RANKS, **facts)]
     clips = factor < 1 and clips_at

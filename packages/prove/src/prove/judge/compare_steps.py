@@ -42,9 +42,8 @@ SMALLEST_LENGTH = 1e-12  # a gradient that is shorter is rounding itself
 COARSEST = 0.01  # numbers near 1 are 0.008 apart in bfloat16: coarser ones tell too little
 FIRST_STEPS = 3  # whose weights decide where the gradient is not yet what all ranks have in common
 MIN_STEPS = 2  # that moved: Adam's first step is a sign
-MAX_WEIGHT_ERROR = (
-    1e-5  # of what a step changes: rounding grows, and Adam divides by small gradients
-)
+# Of what a step changes: rounding grows, and Adam divides by small gradients.
+MAX_WEIGHT_ERROR = 1e-5
 MAX_HIDDEN_FACTOR_ERROR = 1e-2  # of that change: what the epsilon of Adam lets through of a factor
 
 OF_OTHER_PARAMETERS = (ReplayReason.OTHER_SHAPE, ReplayReason.OTHER_PARAMETERS)

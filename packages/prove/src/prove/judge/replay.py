@@ -83,10 +83,8 @@ class Replay:
         if self.stepped:
             self.one_gradients = load_gradients(one_file)
             tensors = torch.load(tensors_file(folder, names[1], 0), weights_only=False)
-            self.batch_decisions, self.per_sample_draws = (
-                tensors["batch_decisions"],
-                tensors["per_sample_draws"],
-            )
+            self.batch_decisions = tensors["batch_decisions"]
+            self.per_sample_draws = tensors["per_sample_draws"]
 
     def steps(self, optimizer_index: int) -> list[tuple[OptimizerStep, OptimizerStep]]:
         """Pair the steps of an optimizer: those of all ranks with those of one rank."""

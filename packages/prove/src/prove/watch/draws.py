@@ -64,9 +64,8 @@ class Draws:
         # In a replay: what each rank drew in the observed run whose samples are in this batch.
         self.draws_of_ranks: list[dict[DrawKey, Draw]] = []
         self.recorded: dict[DrawKey, Draw] = {}
-        self.per_sample_draws: dict[
-            DrawKey, OneDraw
-        ] = {}  # the first row of draws with a row per sample
+        # The first row of draws with a row per sample.
+        self.per_sample_draws: dict[DrawKey, OneDraw] = {}
         self.batch_decisions: dict[DrawKey, Draw] = {}  # rank 0's, where the ranks' differ
         self.forced: dict[DrawKey, Draw | OneDraw] = {}  # they come before any other answer
         self.bytes_recorded = 0
@@ -268,9 +267,8 @@ class Draws:
     def draw_of_batch(self, key: DrawKey, arguments: list, draws: list[Draw]) -> Any:
         """Return rank 0's draw, where each rank has drawn once for its whole batch."""
         if any(draw.arguments != arguments for draw in draws):
-            self.record_finding(
-                Finding.NOT_MATCHED, key.source_line
-            )  # they may draw a place in the batch
+            # They may draw a place in the batch.
+            self.record_finding(Finding.NOT_MATCHED, key.source_line)
             return None
         values = [draw.value for draw in draws]
         are_tensors = all(isinstance(value, Tensor) for value in values)

@@ -131,10 +131,8 @@ class LoopFeeder:
         if not self.sizes:
             return
         groups, self.feeder.sizes = self.feeder.groups(), self.sizes
-        ranks, forward_number = (
-            groups[(forward - 1) % len(groups)],
-            (forward - 1) // len(groups) + 1,
-        )
+        ranks = groups[(forward - 1) % len(groups)]
+        forward_number = (forward - 1) // len(groups) + 1
         draws = [self.feeder.tensors_of_ranks[rank]["draws"] for rank in ranks]
         self.watcher.draws.begin_forward(batch_of_forward(forward_number), self.sizes, draws)
 
