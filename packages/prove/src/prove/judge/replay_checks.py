@@ -34,7 +34,7 @@ def reproduction(
     observed_records: list[RankRecord], control: list[RankRecord]
 ) -> Reproduction | None:
     """Measure how well the control reproduces the observed run; None if it did not come so far."""
-    relative_error = Reproduction(0.0, 0, 1, "")
+    largest = Reproduction(0.0, 0, 1, "")
     if len(control) != len(observed_records):
         return None
     for own, again in zip(observed_records, control, strict=True):
@@ -47,9 +47,9 @@ def reproduction(
                 if not any(step.gradients):
                     change = distance(step.weights_after, step.weights_before) or 1.0
                     new = distance(step.weights_after, step_again.weights_after) / change
-                if new > relative_error.relative_error:
-                    relative_error = Reproduction(new, own.rank, n, step.source_line)
-    return relative_error
+                if new > largest.relative_error:
+                    largest = Reproduction(new, own.rank, n, step.source_line)
+    return largest
 
 
 def is_sum_over_local_batch(replay: Replay, sequence: Replay) -> bool:
