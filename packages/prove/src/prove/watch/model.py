@@ -213,7 +213,7 @@ class ModelWatcher:
             self.called_in_training.append(module)
             if is_divided(module):
                 self.run.flag(Flag.MODEL_IS_DIVIDED)
-            self.steps.hold_by_hand(module)
+            self.steps.watch_for_steps_by_hand(module)
             self.name_parameters(module)
         self.steps.begin_forward()
         self.save_start()

@@ -145,7 +145,7 @@ class StepWatcher:
             self.before_step(self.by_hand, (), {})
             self.depth, self.in_step_by_hand = 0, True
 
-    def hold_by_hand(self, module: nn.Module) -> None:
+    def watch_for_steps_by_hand(self, module: nn.Module) -> None:
         """Watch whether the script itself changes parameters that no optimizer holds."""
         held = self.held_parameters()
         for p in module.parameters():
