@@ -12,7 +12,7 @@ import pytest
 import prove
 from evidence.planted import ONE_GPU, planted_cases
 from prove.checks import CHECKS
-from prove.judge.table import ProofRow
+from prove.judge.table import ReplayCheck
 from prove_cases import PACKAGE, planted, training_of
 from prove_runs import TORCHRUN, run, verdict
 
@@ -57,7 +57,7 @@ def test_prove_finds_a_planted_mistake_and_calls_nothing_wrong_that_is_right(nam
 def test_every_check_is_asked_for_by_a_test():
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     planted_for = {PLANTED[name].check for name in CHOSEN}
-    names = [*(check.name for check in CHECKS), *(row.value for row in ProofRow)]
+    names = [*(check.name for check in CHECKS), *(row.value for row in ReplayCheck)]
     control = "no" + " check"
     asked_for = {name for name in (*names, control) if f'"{name}"' in tests} | planted_for
     assert {*names, control} - asked_for <= {control, "ranks"}

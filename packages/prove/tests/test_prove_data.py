@@ -483,9 +483,9 @@ def test_a_shared_stream_is_told_to_split_or_to_shuffle_before_it_splits():
 
     def reason(*of_ranks: range, ended: bool) -> Says:
         fixed = {
-            "number": 0,
+            "pass_index": 0,
             "loader_number": 0,
-            "at": "train.py:1",
+            "source_line": "train.py:1",
             "sampler": "?",
             "shuffle": None,
         }

@@ -9,7 +9,7 @@ import pytest
 
 from prove import processes
 from prove.checks import SENTENCES, order_of_an_epoch
-from prove.judge import ends, replay_checks, table, wording
+from prove.judge import rank_exits, replay_checks, table, wording
 from prove.judge.reasons import Phrase
 from prove.judge.replay_reasons import ReplayReason
 from prove.rank_record import Ended, RaisedError, RankRecord, RunOutcome
@@ -151,14 +151,16 @@ def test_the_error_of_a_rank_is_told_and_not_that_of_its_launcher():
     log = "ModuleNotFoundError: No module named 'tokens'\n"
     log += "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"
     outcome = RunOutcome(1, log, False, False, [], 1.0)
-    assert ends.error_of(outcome) == log.splitlines()[0]
+    assert rank_exits.error_of(outcome) == log.splitlines()[0]
 
 
 def test_a_rank_that_loses_one_which_we_have_ended_has_no_error_of_its_own():
     lost = RaisedError("RuntimeError", "Connection closed by peer", "train.py:9", 0.0)
-    for ended, is_ours in ((Ended.WHEN_SEEN, True), (Ended.AT_ITS_END, False)):
+    for ended, is_ours in ((Ended.WHEN_SEEN, True), (Ended.FINISHED, False)):
         records = [RankRecord(0, ended=ended), RankRecord(1, ended=Ended.WITH_ERROR, error=lost)]
-        outcome = ends.without_our_ends(RunOutcome(1, "", False, False, records, 1.0))
+        outcome = rank_exits.excuse_connections_we_closed(
+            RunOutcome(1, "", False, False, records, 1.0)
+        )
         assert [outcome.status == 0, outcome.records[1].error is None] == [is_ours, is_ours]
 
 

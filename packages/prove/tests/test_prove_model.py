@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
 from prove.checks import CHECKS, averaged_gradients
-from prove.checks.base import Check, Seen
+from prove.checks.base import Check, CheckContext
 from prove.judge.compare_steps import FLOAT64_LIMIT, Comparer, Comparison, Outcome, worst
+from prove.judge.rank_steps import StepOfRanks
 from prove.judge.reasons import Phrase, Reason
 from prove.judge.replay import Precision
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.schedule import Schedule, row_of_length
-from prove.judge.steps import StepOfRanks
+from prove.judge.replay_schedule import Schedule, row_of_length
 from prove.rank_record import (
     Flag,
     OptimizerRecord,
@@ -267,9 +267,9 @@ def test_what_has_become_of_the_mean_is_told_from_what_each_rank_computed():
             for own in local
         ]
         record = RankRecord(flags=dict.fromkeys(flags, "train.py:8"))
-        seen = Seen(RunOutcome(0, "", False, False, [record], 1.0))
-        seen.steps = [StepOfRanks(OptimizerRecord("?", False), 1, steps, 0.0)]
-        [row] = averaged_gradients.judge(seen)
+        context = CheckContext(RunOutcome(0, "", False, False, [record], 1.0))
+        context.steps = [StepOfRanks(OptimizerRecord("?", False), 1, steps, 0.0)]
+        [row] = averaged_gradients.judge(context)
         assert "{" not in row.evidence
         return row.reason
 
@@ -324,8 +324,8 @@ def test_the_order_of_the_checks_is_only_that_of_their_rows():
             steps = [step(record.rank, number) for number in (1, 2, 3)]
             names = {"names": ["weight"], "keys": [""]}
             record.optimizers = [OptimizerRecord("train.py:8", False, steps=steps, **names)]
-        seen = Seen(RunOutcome(0, "", False, False, records, 1.0))
-        of_checks = {check: seen.rows_of(check) for check in checks}
+        context = CheckContext(RunOutcome(0, "", False, False, records, 1.0))
+        of_checks = {check: context.rows_of(check) for check in checks}
         return [f"{row.verdict} {row.check}" for check in CHECKS for row in of_checks[check]]
 
     in_order = rows(CHECKS)

@@ -28,19 +28,11 @@ from argparse import Namespace
 from pathlib import Path
 
 from prove import processes
-from prove.errors import (
-    IS_WRONG,
-    NOT_JUDGED,
-    NOTHING_PROVEN,
-    OWN_ERROR,
-    PROVEN,
-    NotJudgedError,
-    NotObservedError,
-)
+from prove.errors import ExitStatus, NotJudgedError, NotObservedError
 from prove.judge.table import (
     WARNING,
     WRONG,
-    ProofRow,
+    ReplayCheck,
     ReportRow,
     format_table,
     unproven_checks,
@@ -49,8 +41,8 @@ from prove.judge.wording import number_with_noun
 from prove.options import parse_args
 
 PROOF_OF: dict[str, str] = {
-    ProofRow.ONE_RANK: "what is averaged",
-    ProofRow.ORIGINAL: "the conversion",
+    ReplayCheck.ONE_RANK: "what is averaged",
+    ReplayCheck.ORIGINAL: "the conversion",
 }
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
@@ -87,18 +79,19 @@ def run_proof(
         from prove.prover import prove  # imports torch while the spare process does so, too
 
         prove(args, print_to_stderr, spare, rows)
-        return PROVEN, ""
+        return ExitStatus.PROVEN, ""
     except NotObservedError as error:
-        return OWN_ERROR, f"the script runs by itself, but not while prove watches it: {error}"
+        why = f"the script runs by itself, but not while prove watches it: {error}"
+        return ExitStatus.OWN_ERROR, why
     except NotJudgedError as error:
-        return NOT_JUDGED, str(error)
+        return ExitStatus.NOT_JUDGED, str(error)
     except StoppedError as error:
         return error.status, str(error)
     except Exception as error:  # a bug in prove is no verdict
         if "PROVE_TRACEBACK" in os.environ:
             traceback.print_exc()
         rows.clear()
-        return OWN_ERROR, f"prove itself failed: {type(error).__name__}: {error}"[:300]
+        return ExitStatus.OWN_ERROR, f"prove itself failed: {type(error).__name__}: {error}"[:300]
 
 
 def main() -> int:
@@ -127,7 +120,7 @@ def main() -> int:
             error += ", before anything was known"
         print_to_stderr(f"error: {error}")
         return status
-    proof = [ProofRow.ONE_RANK, ProofRow.ORIGINAL] if args.original else [ProofRow.ONE_RANK]
+    proof = [ReplayCheck.ONE_RANK, *([ReplayCheck.ORIGINAL] if args.original else [])]
     unproven = unproven_checks(rows, proof)
     write_json(args.json, rows, unproven, "")
     print(format_table(rows))
@@ -142,8 +135,8 @@ def main() -> int:
         ending += f"; nothing is proven about {unknown}: see {' and '.join(unproven)}"
     print(f"\n{found} of {len(rows)} checks, in {time.monotonic() - began:.0f} s{ending}")
     if wrong or (args.strict and warned):
-        return IS_WRONG
-    return NOTHING_PROVEN if unproven and not args.allow_unproven else PROVEN
+        return ExitStatus.IS_WRONG
+    return ExitStatus.NOTHING_PROVEN if unproven and not args.allow_unproven else ExitStatus.PROVEN
 
 
 if __name__ == "__main__":

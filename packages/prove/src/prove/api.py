@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from prove.errors import OWN_ERROR, NotJudgedError, NotObservedError
+from prove.errors import ExitStatus, NotJudgedError, NotObservedError
 from prove.judge.table import WARNING, WRONG, ReportRow
 
 
@@ -23,16 +23,16 @@ class Result:
     unproven: list[str]
     strict: bool = False  # warnings count as WRONG
 
-    def having(self, verdict: str) -> list[ReportRow]:
+    def rows_with(self, verdict: str) -> list[ReportRow]:
         return [row for row in self.rows if row.verdict == verdict]
 
     @property
     def wrong(self) -> list[ReportRow]:
-        return self.having(WRONG)
+        return self.rows_with(WRONG)
 
     @property
     def warnings(self) -> list[ReportRow]:
-        return self.having(WARNING)
+        return self.rows_with(WARNING)
 
     @property
     def proven(self) -> bool:
@@ -57,7 +57,7 @@ def check(command: list[str], *options: str, strict: bool = False) -> Result:
             raise NotJudgedError(ended.stderr.strip()[-500:])
         written = json.loads(file.read_text())
     if written["error"]:
-        kind = NotObservedError if ended.returncode == OWN_ERROR else NotJudgedError
+        kind = NotObservedError if ended.returncode == ExitStatus.OWN_ERROR else NotJudgedError
         raise kind(written["error"])
     from prove.checks import SENTENCES  # imports torch, which a failed run above never needs
 

@@ -13,11 +13,11 @@ from prove.judge.compare_steps import (
     Comparison,
     Outcome,
     comparisons,
-    farthest,
+    largest_relative_error,
     not_compared,
     worst,
 )
-from prove.judge.ends import error_of
+from prove.judge.rank_exits import error_of
 from prove.judge.reasons import Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
@@ -36,27 +36,27 @@ class Controls:
         self,
         runs: Runs,
         command: list[str],
-        replayed: Replay,
+        replay: Replay,
         compared: list[Comparison],
         rows: list[ReportRow],
     ) -> None:
         """Begin with the usual replay; `rows` are those that did not need a replay."""
         self.runs, self.command, self.rows = runs, command, rows
-        self.replayed, self.compared = replayed, compared  # the usual replay, or a later one
+        self.replay, self.compared = replay, compared  # the usual replay, or a later one
         self.variant = ReplayVariant.USUAL  # how self.replayed was made
-        self.batch_decisions = replayed.batch_decisions
-        self.at = compared[0].facts.get("at", "?")
+        self.batch_decisions = replay.batch_decisions
+        self.source_line = compared[0].facts.get("at", "?")
 
     def result(self) -> list[Comparison]:
         """Ask in order; the first answer wins."""
         questions = (
-            self.with_decisions_of_rank_0,
-            self.with_batchnorm_in_blocks,
-            self.explained_by_other_rows,
-            self.without_unsure_draws,
-            self.in_a_later_epoch,
-            self.without_loader,
-            self.with_one_draw,
+            self.try_rank_0_decisions,
+            self.try_batchnorm_in_blocks,
+            self.excuse_known_cause,
+            self.try_without_unsure_draws,
+            self.excuse_later_epoch,
+            self.excuse_missing_data,
+            self.try_one_draw,
             self.run_control,
         )
         for question in questions:
@@ -65,138 +65,149 @@ class Controls:
         return [self.sum_or_mistake(each) for each in self.compared]
 
     def no_verdict(self, reason: Reason, **facts: object) -> list[Comparison]:
-        return [not_compared(reason, apart=farthest(self.compared), at=self.at, **facts)]
+        return [
+            not_compared(
+                reason, apart=largest_relative_error(self.compared), at=self.source_line, **facts
+            )
+        ]
 
     def forced_draws_fail(self, draws: str, forced: dict) -> list[Comparison]:
-        places = places_of(forced)
+        places = source_lines_of(forced)
         return self.no_verdict(ReplayReason.FORCED_DRAWS_FAIL, draws=draws, places=places)
 
     def use_replay(
-        self, variant: ReplayVariant, replayed: Replay, compared: list[Comparison]
+        self, variant: ReplayVariant, replay: Replay, compared: list[Comparison]
     ) -> list[Comparison] | None:
         """Use this replay from now on; return its comparisons, or None if it differs, too."""
-        self.variant, self.replayed, self.compared = variant, replayed, compared
+        self.variant, self.replay, self.compared = variant, replay, compared
         return compared if worst(compared) != Outcome.DIFFERENT else None
 
-    def with_decisions_of_rank_0(self) -> list[Comparison] | None:
+    def try_rank_0_decisions(self) -> list[Comparison] | None:
         """Let rank 0 decide for all ranks what each of them decides for its whole batch."""
         if not self.batch_decisions:
             return None
-        found = self.with_draws(ReplayVariant.RANK_0_DECIDES, self.batch_decisions)
+        found = self.replay_with_draws(ReplayVariant.RANK_0_DECIDES, self.batch_decisions)
         if found is None:
             return self.forced_draws_fail("rank 0's decisions on all ranks", self.batch_decisions)
         return self.use_replay(ReplayVariant.RANK_0_DECIDES, *found)
 
-    def with_batchnorm_in_blocks(self) -> list[Comparison] | None:
+    def try_batchnorm_in_blocks(self) -> list[Comparison] | None:
         """Try the other order of rows if BatchNorm gets several rows of each sample."""
-        if Flag.BATCHNORM_ROWS_GUESSED not in self.replayed.replayed.flags:
+        if Flag.BATCHNORM_ROWS_GUESSED not in self.replay.one_rank_record.flags:
             return None
-        blocks = self.runs.replay(Mode.REPLAY, self.command, ReplayVariant.BLOCKS)
+        blocks = self.runs.replay(Mode.REPLAY, self.command, ReplayVariant.ROWS_IN_BLOCKS)
         compared = comparisons(blocks)
         if worst(compared) != Outcome.EQUAL:
             return self.no_verdict(ReplayReason.BATCHNORM_ROWS_GUESSED)
-        self.replayed = blocks
+        self.replay = blocks
         return compared
 
-    def explained_by_other_rows(self) -> list[Comparison] | None:
+    def excuse_known_cause(self) -> list[Comparison] | None:
         """Give no verdict if a row of an earlier check explains each difference."""
         different = [each for each in self.compared if each.outcome == Outcome.DIFFERENT]
         if not all(is_explained(each.facts.get("step", 1), self.rows) for each in different):
             return None
         return self.no_verdict(ReplayReason.AS_ABOVE)
 
-    def in_a_later_epoch(self) -> list[Comparison] | None:
+    def excuse_later_epoch(self) -> list[Comparison] | None:
         """Give no verdict if only a later epoch differs and one rank lacks what came before it."""
         epochs = [
             int(each.facts.get("epoch", 0))
             for each in self.compared
             if each.outcome == Outcome.DIFFERENT
         ]
-        why = replay_checks.missing_before_a_later_epoch(self.replayed)
+        why = replay_checks.missing_before_a_later_epoch(self.replay)
         if not all(epochs) or not why:
             return None
         return self.no_verdict(ReplayReason.LATER_EPOCH, number=min(epochs) + 1, why=why)
 
-    def without_unsure_draws(self) -> list[Comparison] | None:
+    def try_without_unsure_draws(self) -> list[Comparison] | None:
         """Try without dropout if one rank could not be given all draws: perhaps dropout drew them.
 
         If the ranks draw for different shares of their samples, this run would not show it.
         """
-        unsure = replay_checks.unsure_draws(self.replayed)
+        unsure = replay_checks.unsure_draws(self.replay)
         if unsure is None:
             return None
         found = None
-        other_shares = self.replayed.places_of_draws(Finding.OTHER_SHARES)
-        if self.replayed.observed.dropout and not other_shares:
-            found = self.with_draws(ReplayVariant.NO_DROPOUT, self.batch_decisions)
+        other_shares = self.replay.source_lines_of_draws(Finding.OTHER_SHARES)
+        if self.replay.rank_0_record.dropout and not other_shares:
+            found = self.replay_with_draws(ReplayVariant.NO_DROPOUT, self.batch_decisions)
         if found is None or replay_checks.unsure_draws(found[0]):
             return [unsure]
         return self.use_replay(ReplayVariant.NO_DROPOUT, *found)
 
-    def without_loader(self) -> list[Comparison] | None:
+    def excuse_missing_data(self) -> list[Comparison] | None:
         """Give no verdict if a loop without a loader could not be given its data."""
-        observed = self.replayed.observed
-        has_batches = any(each.step_count for each in observed.loader_passes)
+        rank_0_record = self.replay.rank_0_record
+        has_batches = any(each.step_count for each in rank_0_record.loader_passes)
         if has_batches:
             return None
-        if obstacle := replay_checks.data_not_given(self.replayed, self.compared):
+        if obstacle := replay_checks.data_not_given(self.replay, self.compared):
             return [obstacle]
-        self.compared = [replay_checks.by_statistics(self.replayed, each) for each in self.compared]
+        self.compared = [replay_checks.by_statistics(self.replay, each) for each in self.compared]
         return None
 
-    def with_one_draw(self) -> list[Comparison] | None:
+    def try_one_draw(self) -> list[Comparison] | None:
         """Try one draw for all samples of a batch, so that their order cannot matter."""
-        if not (rows := self.replayed.rows):
+        if not (draws := self.replay.per_sample_draws):
             return None
-        found = self.with_draws(ReplayVariant.ONE_DRAW, self.batch_decisions | rows)
+        found = self.replay_with_draws(ReplayVariant.ONE_DRAW, self.batch_decisions | draws)
         if found is None:
-            return self.forced_draws_fail("one draw for all samples", rows)
+            return self.forced_draws_fail("one draw for all samples", draws)
         _, compared = found
         if worst(compared) == Outcome.DIFFERENT:
             return None
-        if equal := self.with_rows_in_blocks():
+        if equal := self.try_rows_in_blocks():
             return equal
-        facts = {"apart_of_one_draw": farthest(compared), "places": places_of(rows)}
+        facts = {
+            "apart_of_one_draw": largest_relative_error(compared),
+            "places": source_lines_of(draws),
+        }
         return self.no_verdict(ReplayReason.EQUAL_WITH_ONE_DRAW, **facts)
 
-    def with_rows_in_blocks(self) -> list[Comparison] | None:
+    def try_rows_in_blocks(self) -> list[Comparison] | None:
         """Try the other order of draws if each sample has several and their order is unknown.
 
         Only the right order makes all gradients equal.
         """
-        if not self.replayed.places_of_draws(Finding.SEVERAL):
+        if not self.replay.source_lines_of_draws(Finding.SEVERAL):
             return None
-        blocks = self.runs.replay(Mode.REPLAY, self.command, ReplayVariant.BLOCKS)
+        blocks = self.runs.replay(Mode.REPLAY, self.command, ReplayVariant.ROWS_IN_BLOCKS)
         if replay_checks.why_not_replayed(blocks):
             return None
         compared = comparisons(blocks)
         if worst(compared) != Outcome.EQUAL:
             return None
-        self.replayed = blocks
+        self.replay = blocks
         return compared
 
-    def with_draws(
+    def replay_with_draws(
         self, variant: ReplayVariant, draws: dict
     ) -> tuple[Replay, list[Comparison]] | None:
         """Run all ranks and one rank with these draws; return None if that fails."""
         torch.save(draws, forced_file(self.runs.settings.folder, variant))
-        replayed = self.runs.replay_of_control(self.command, variant)
-        if replayed is None or replay_checks.why_not_replayed(replayed):
+        replay = self.runs.replay_of_control(self.command, variant)
+        if replay is None or replay_checks.why_not_replayed(replay):
             return None
-        return replayed, comparisons(replayed)
+        return replay, comparisons(replay)
 
     def run_control(self) -> list[Comparison] | None:
         """Run the same ranks with their own records; return None if they reproduce themselves."""
         outcome = self.runs.run_all_ranks(ReplayVariant.USUAL)
-        observed = self.runs.observed.records
-        reproduced = replay_checks.reproduction(observed, outcome.records)
+        observed_records = self.runs.observed_outcome.records
+        reproduced = replay_checks.reproduction(observed_records, outcome.records)
         if reproduced is None:
             message = "they hang" if outcome.hang else error_of(outcome)
             return self.no_verdict(ReplayReason.CONTROL_FAILS, message=message)
         limit = FLOAT64_LIMIT if self.runs.settings.float64 else 1e-3
-        if reproduced.apart <= limit:
+        if reproduced.relative_error <= limit:
             return None
-        facts = {"noise": reproduced.apart, "rank": reproduced.rank, "step": reproduced.step}
+        facts = {
+            "noise": reproduced.relative_error,
+            "rank": reproduced.rank,
+            "step": reproduced.step,
+        }
         return self.no_verdict(ReplayReason.NOT_REPRODUCED, **facts)
 
     def sum_or_mistake(self, comparison: Comparison) -> Comparison:
@@ -204,14 +215,14 @@ class Controls:
         if comparison.reason != ReplayReason.ONE_NTH:
             return comparison
         sequence = self.runs.replay(Mode.SEQUENCE, self.command)
-        if not replay_checks.is_sum_over_local_batch(self.replayed, sequence):
+        if not replay_checks.is_sum_over_local_batch(self.replay, sequence):
             return comparison
         return Comparison(Outcome.MEANT_SO, ReplayReason.SUM_OVER_LOCAL_BATCH, comparison.facts)
 
 
-def places_of(draws: dict) -> list[str]:
+def source_lines_of(draws: dict) -> list[str]:
     """List the source lines of these draws, each once."""
-    return list(dict.fromkeys(key.at for key in draws))
+    return list(dict.fromkeys(key.source_line for key in draws))
 
 
 def is_explained(step: int, rows: list[ReportRow]) -> bool:

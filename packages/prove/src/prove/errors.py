@@ -1,6 +1,16 @@
 """The errors that keep prove from a verdict, and the exit statuses of its process."""
 
-PROVEN, IS_WRONG, NOT_JUDGED, OWN_ERROR, NOTHING_PROVEN = range(5)
+from enum import IntEnum
+
+
+class ExitStatus(IntEnum):
+    """The status with which prove's process ends."""
+
+    PROVEN = 0
+    IS_WRONG = 1
+    NOT_JUDGED = 2
+    OWN_ERROR = 3
+    NOTHING_PROVEN = 4
 
 
 class NotJudgedError(Exception):

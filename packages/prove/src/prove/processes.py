@@ -32,7 +32,7 @@ from prove.rank_record import (
     read_records,
 )
 
-ONE_RANK_MODES = (Mode.REPLAY, Mode.WHOLE, Mode.SEQUENCE, Mode.ORIGINAL)
+ONE_RANK_MODES = (Mode.REPLAY, Mode.GLOBAL_BATCHNORM, Mode.SEQUENCE, Mode.ORIGINAL)
 HOOKS = Path(__file__).parent / "hooks"
 RANK, WORLD_SIZE = "{rank}", "{world_size}"  # in a command that starts each rank by itself
 WARNING_FILTERS = warnings.filters[:]  # the usual filters, for the script: prove changes its own
@@ -107,7 +107,7 @@ def hook_variables(environment: Mapping[str, str], folder: Path, module: str) ->
     """
     paths = [str(HOOKS), environment.get("PYTHONPATH", "")]
     path = os.pathsep.join(filter(None, paths))
-    return {"PYTHONPATH": path, "AFTER_TORCH": f"{folder}:{module}"}
+    return {"PYTHONPATH": path, "PROVE_AFTER_TORCH": f"{folder}:{module}"}
 
 
 def begin_as(command: list[str], environment: dict[str, str], log: Path) -> None:
@@ -147,7 +147,7 @@ def become_rank(command: list[str], environment: dict[str, str], log: Path) -> N
         except BaseException as error:
             this_run.write_failure(error)
             traceback.print_exc()
-        this_run.write(Ended.AT_ITS_END if status == 0 else Ended.WITH_ERROR)
+        this_run.write(Ended.FINISHED if status == 0 else Ended.WITH_ERROR)
     except BaseException:  # a bug in prove, which end_process would not print
         traceback.print_exc()
         status = 1

@@ -14,24 +14,24 @@ from pathlib import Path
 
 from prove import processes
 from prove.checks import CHECKS, rows_of_phase, zero_gradients
-from prove.checks.base import Phase, Seen
+from prove.checks.base import CheckContext, Phase
 from prove.controls import Controls
 from prove.errors import NotJudgedError
-from prove.judge import printed_numbers, replay_checks, schedule
+from prove.judge import printed_numbers, replay_checks, replay_schedule
 from prove.judge.compare_steps import (
     Comparison,
     Outcome,
     comparisons,
-    farthest,
+    largest_relative_error,
     not_compared,
     worst,
 )
-from prove.judge.ends import error_of, what_ranks_do
 from prove.judge.loader_passes import same_contents, trained_loader_passes
 from prove.judge.original_epoch import original_epoch_rows
+from prove.judge.rank_exits import error_of, what_ranks_do
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.table import RIGHT, WRONG, ProofRow, ReportRow, not_seen
+from prove.judge.table import RIGHT, WRONG, ReplayCheck, ReportRow, not_seen
 from prove.rank_record import (
     Flag,
     Mode,
@@ -52,11 +52,11 @@ class Prover:
         self.runs, self.args, self.rows = runs, runs.args, rows
 
     @property
-    def observed(self) -> RunOutcome:
-        return self.runs.observed
+    def observed_outcome(self) -> RunOutcome:
+        return self.runs.observed_outcome
 
     def check_that_something_was_seen(self) -> None:
-        outcome, records = self.observed, self.observed.records
+        outcome, records = self.observed_outcome, self.observed_outcome.records
         if outcome.silent:
             doing = what_ranks_do(outcome)
             raise NotJudgedError(
@@ -69,8 +69,8 @@ class Prover:
         if outcome.hang:
             return
         if failed(outcome) or not records:
-            seen = Seen(outcome)
-            rows = rows_of_phase(Phase.ANY_RUN, seen) + rows_of_phase(Phase.ALL_RECORDS, seen)
+            context = CheckContext(outcome)
+            rows = rows_of_phase(Phase.ANY_RUN, context) + rows_of_phase(Phase.ALL_RECORDS, context)
             if not any(row.verdict == WRONG for row in rows):
                 error = error_of(outcome)
                 needs_gpu = not self.args.cpu and ("NVIDIA" in error or "CUDA" in error)
@@ -88,33 +88,36 @@ class Prover:
         """
         self.runs.observe()
         self.check_that_something_was_seen()
-        observed, records, rows = self.observed, self.observed.records, self.rows
-        seen = Seen(observed)
-        rows += rows_of_phase(Phase.ANY_RUN, seen)
+        observed_outcome, rows = self.observed_outcome, self.rows
+        records = observed_outcome.records
+        context = CheckContext(observed_outcome)
+        rows += rows_of_phase(Phase.ANY_RUN, context)
         if any(record.world_size > len(records) for record in records):
             facts = {"present": len(records), "world_size": records[0].world_size}
-            rows.append(not_seen(ProofRow.RANKS, ReplayReason.RECORDS_MISSING, **facts))
+            rows.append(not_seen(ReplayCheck.RANKS, ReplayReason.RECORDS_MISSING, **facts))
             return
-        rows += rows_of_phase(Phase.ALL_RECORDS, seen)
-        if observed.hang:
-            rows.append(not_seen(ProofRow.ONE_RANK, ReplayReason.RUN_HANGS))
+        rows += rows_of_phase(Phase.ALL_RECORDS, context)
+        if observed_outcome.hang:
+            rows.append(not_seen(ReplayCheck.ONE_RANK, ReplayReason.RUN_HANGS))
             return
         if not all(record.ended.is_well for record in records):
-            message = error_of(observed)
-            rows.append(not_seen(ProofRow.ONE_RANK, ReplayReason.RUN_FAILS, message=message))
+            message = error_of(observed_outcome)
+            rows.append(not_seen(ReplayCheck.ONE_RANK, ReplayReason.RUN_FAILS, message=message))
             return
         if not any(record.step_count for record in records):
             batches = sum(loader_pass.batches_given for loader_pass in records[0].loader_passes)
             why = ReplayReason.NO_STEP if batches else ReplayReason.NO_BATCH
-            places = list(dict.fromkeys(each.at for each in records[0].loader_passes))
-            rows.append(not_seen(ProofRow.ONE_RANK, why, batches=batches, places=places))
+            places = list(dict.fromkeys(each.source_line for each in records[0].loader_passes))
+            rows.append(not_seen(ReplayCheck.ONE_RANK, why, batches=batches, places=places))
             return
-        seen.outcome = self.runs.observed = replace(observed, records=steps_of_all_ranks(records))
-        rows += rows_of_phase(Phase.STEPS, seen)
-        if trains_one_model(seen):
-            rows += rows_of_phase(Phase.ONE_MODEL, seen)
+        context.outcome = self.runs.observed_outcome = replace(
+            observed_outcome, records=steps_of_all_ranks(records)
+        )
+        rows += rows_of_phase(Phase.STEPS, context)
+        if trains_one_model(context):
+            rows += rows_of_phase(Phase.ONE_MODEL, context)
         rows += self.one_rank_rows(rows)
-        if any(row.check == ProofRow.ONE_RANK and row.verdict == RIGHT for row in rows):
+        if any(row.check == ReplayCheck.ONE_RANK and row.verdict == RIGHT for row in rows):
             moot = {reason for check in CHECKS for reason in check.moot_if_proven}
             rows[:] = [row for row in rows if row.reason not in moot]
         rows += self.original_rows(rows)
@@ -123,26 +126,28 @@ class Prover:
         """Compare with the original script for one GPU, which --original names."""
         if not self.args.original:
             return []
-        replayed = self.runs.replay(Mode.ORIGINAL, shlex.split(self.args.original))
-        if obstacle := replay_checks.why_not_replayed(replayed):
-            return [obstacle.row(ProofRow.ORIGINAL)]
-        compared = comparisons(replayed)
+        replay = self.runs.replay(Mode.ORIGINAL, shlex.split(self.args.original))
+        if obstacle := replay_checks.why_not_replayed(replay):
+            return [obstacle.row(ReplayCheck.ORIGINAL)]
+        compared = comparisons(replay)
         if worst(compared) == Outcome.DIFFERENT:
-            unsure = replay_checks.unsure_draws(replayed)
-            unsure = unsure or replay_checks.draws_not_given(replayed, rows)
-            if not any(each.step_count for each in replayed.observed.loader_passes):
-                no_data = not_compared(ReplayReason.ORIGINAL_GETS_NO_DATA, apart=farthest(compared))
+            unsure = replay_checks.unsure_draws(replay)
+            unsure = unsure or replay_checks.draws_not_given(replay, rows)
+            if not any(each.step_count for each in replay.rank_0_record.loader_passes):
+                no_data = not_compared(
+                    ReplayReason.ORIGINAL_GETS_NO_DATA, apart=largest_relative_error(compared)
+                )
                 unsure = unsure or no_data
             compared = [unsure] if unsure else compared
-        elif unsure := replay_checks.data_not_given(replayed, compared):
+        elif unsure := replay_checks.data_not_given(replay, compared):
             compared = [unsure]
-        records, original = self.observed.records, replayed.replayed
-        result = [each.row(ProofRow.ORIGINAL) for each in compared]
+        records, original = self.observed_outcome.records, replay.one_rank_record
+        result = [each.row(ReplayCheck.ORIGINAL) for each in compared]
         return result + original_epoch_rows(records, original)
 
     def why_no_replay(self, command: list[str] | None) -> Comparison | None:
         """Say why one rank cannot replay the batches of all; return None if it can."""
-        records = self.observed.records
+        records = self.observed_outcome.records
         if len(records) == 1:
             return not_compared(ReplayReason.ONLY_ONE_RANK)
         if command is None:
@@ -150,7 +155,7 @@ class Prover:
         if at := records[0].flags.get(Flag.MODEL_IS_DIVIDED):
             return not_compared(ReplayReason.MODEL_DIVIDED, at=at)
         if self.runs.settings.rows_are_split and not same_contents(records):
-            at = trained_loader_passes(records)[0][0].at
+            at = trained_loader_passes(records)[0][0].source_line
             return not_compared(ReplayReason.OTHER_ROWS, at=at)
         if texts := [record.why_not_kept for record in records if record.why_not_kept]:
             return not_compared(ReplayReason.NOT_KEPT, message=texts[0])
@@ -161,39 +166,39 @@ class Prover:
         command = command_of_one_rank(self.args)
         obstacle = self.why_no_replay(command)
         if command is None or obstacle:
-            return [obstacle.row(ProofRow.ONE_RANK)] if obstacle else []
-        replayed = self.runs.best_replay(command)
-        if obstacle := replay_checks.why_not_replayed(replayed):
-            return [obstacle.row(ProofRow.ONE_RANK)]
-        compared = comparisons(replayed)
-        controls = Controls(self.runs, command, replayed, compared, rows)
+            return [obstacle.row(ReplayCheck.ONE_RANK)] if obstacle else []
+        replay = self.runs.best_replay(command)
+        if obstacle := replay_checks.why_not_replayed(replay):
+            return [obstacle.row(ReplayCheck.ONE_RANK)]
+        compared = comparisons(replay)
+        controls = Controls(self.runs, command, replay, compared, rows)
         if worst(compared) == Outcome.DIFFERENT:
             compared = controls.result()
-        elif unsure := replay_checks.data_not_given(replayed, compared):
+        elif unsure := replay_checks.data_not_given(replay, compared):
             compared = [unsure]
-        result = [each.row(ProofRow.ONE_RANK) for each in compared]
-        result += replay_checks.draw_rows(replayed)
+        result = [each.row(ReplayCheck.ONE_RANK) for each in compared]
+        result += replay_checks.draw_rows(replay)
         if all(each.outcome == Outcome.EQUAL for each in compared):
-            result += self.number_rows(controls.replayed, controls.variant)
-        result += schedule.schedule_rows(replayed)
-        values = replay_checks.smallest_batchnorm(replayed.observed)
+            result += self.number_rows(controls.replay, controls.variant)
+        result += replay_schedule.schedule_rows(replay)
+        values = replay_checks.smallest_batchnorm(replay.rank_0_record)
         is_small = 0 < values < replay_checks.SMALL_BATCH
-        whole_batch_replay = self.runs.replay(Mode.WHOLE, command) if is_small else None
-        return result + replay_checks.batchnorm_rows(replayed, whole_batch_replay)
+        whole_batch_replay = self.runs.replay(Mode.GLOBAL_BATCHNORM, command) if is_small else None
+        return result + replay_checks.batchnorm_rows(replay, whole_batch_replay)
 
-    def number_rows(self, replayed: Replay, variant: ReplayVariant) -> list[ReportRow]:
+    def number_rows(self, replay: Replay, variant: ReplayVariant) -> list[ReportRow]:
         """Compare the printed numbers; a control run tells results from times."""
-        if not printed_numbers.need_control(replayed):
-            return printed_numbers.printed_rows(replayed)
+        if not printed_numbers.need_control(replay):
+            return printed_numbers.printed_rows(replay)
         control = self.runs.run_all_ranks(variant)
-        return printed_numbers.printed_rows(replayed, control.records)
+        return printed_numbers.printed_rows(replay, control.records)
 
 
-def trains_one_model(seen: Seen) -> bool:
+def trains_one_model(context: CheckContext) -> bool:
     """Do all ranks train one model, and does each of them hold all of it?"""
-    if len(seen.records) == 1 or seen.rows_of(zero_gradients.CHECK):
+    if len(context.records) == 1 or context.rows_of(zero_gradients.CHECK):
         return False
-    return not seen.model_is_divided()
+    return not context.model_is_divided()
 
 
 def steps_of_all_ranks(records: list[RankRecord]) -> list[RankRecord]:

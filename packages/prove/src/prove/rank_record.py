@@ -1,6 +1,7 @@
 """The record that each rank writes: all that the judges know about a run.
 
-A tensor is stored as two numbers, its Projection: see model_tensors.project. `at` is always a line
+A tensor is stored as two numbers, its Projection: see model_tensors.project.
+`source_line` is always a line
 of the user's code, such as train.py:73. `steps_before` counts the optimizer steps made until then.
 """
 
@@ -25,7 +26,7 @@ class Mode(StrEnum):
 
     OBSERVE = "observe"
     REPLAY = "replay"  # sample 0 of each rank, sample 1 of each rank, ...: one large batch
-    WHOLE = "whole"  # as REPLAY, but BatchNorm normalizes the whole batch, not each rank's rows
+    GLOBAL_BATCHNORM = "whole"  # as REPLAY, but BatchNorm normalizes the whole batch
     SEQUENCE = "sequence"  # one rank takes the batches one after another, for divided accumulation
     ORIGINAL = "original"  # as REPLAY, in the script for one GPU
     CONTROL = "control"  # all ranks, each fed its own records: do they reproduce themselves?
@@ -36,26 +37,24 @@ class ReplayVariant(StrEnum):
     """How a replay and its control differ from the usual ones."""
 
     USUAL = ""
-    RANK_0_DECIDES = (
-        "-rank-0-decides"  # decisions for a whole batch are taken from rank 0 on all ranks
-    )
+    RANK_0_DECIDES = "-rank-0-decides"  # all ranks take rank 0's decisions for a whole batch
     ONE_DRAW = "-one-draw"  # all samples of a batch share one draw
     NO_DROPOUT = "-no-dropout"
     LONGER = "-longer"  # observes one batch more than the shortest epoch of a rank has
-    BLOCKS = "-blocks"  # rows lie as (view, sample), not (sample, view): see batches.owners_of_rows
+    ROWS_IN_BLOCKS = "-blocks"  # (view, sample), not (sample, view): see batches.owners_of_rows
 
 
 class Ended(StrEnum):
     """How the run of a rank ended."""
 
     NOT_YET = "not yet"  # the rank still runs, or was killed
-    AT_ITS_END = "at the end of the script"
+    FINISHED = "at the end of the script"
     WHEN_SEEN = "when enough was seen"  # prove ended the rank
     WITH_ERROR = "with an error"
 
     @property
     def is_well(self) -> bool:
-        return self in (Ended.AT_ITS_END, Ended.WHEN_SEEN)
+        return self in (Ended.FINISHED, Ended.WHEN_SEEN)
 
 
 class Finding(StrEnum):
@@ -108,7 +107,7 @@ class Flag(Enum):
 
 
 SECONDS_PER_BEAT = 0.2  # interval at which ranks write and prove reads the records
-MOST_COLLECTIVES = 4000  # further calls are not recorded
+MAX_COLLECTIVES = 4000  # further calls are not recorded
 EVALUATION_FACTOR = 4  # an evaluation gets this many times the --batches of training
 
 Part = TypeVar("Part")
@@ -151,7 +150,7 @@ DDP_CALLS = {
 
 class Collective(NamedTuple):
     name: str
-    at: str
+    source_line: str
     batchnorm: str = ""  # class of the BatchNorm layer that made the call, if any
     library: str = ""  # "torch" if a part of torch made the call, such as fully_shard
 
@@ -169,7 +168,7 @@ class RankProgress:
     collective: Collective | None = None  # the collective that the rank is in now
     waits_in: Collective | None = None  # another call that may wait for a rank: recv, a store
     in_backward: bool = False
-    at: str = ""
+    source_line: str = ""
     cpu_seconds: float = 0.0
     in_ddp: bool = False  # the rank is in DDP's own code, where forward may wait for others
     is_loading: bool = False  # the rank waits for data or an import, not for another rank
@@ -179,9 +178,9 @@ class RankProgress:
 class LoaderPass:
     """One pass of one rank over a loader."""
 
-    number: int
+    pass_index: int
     loader_number: int
-    at: str  # where the loader was made
+    source_line: str  # where the loader was made
     sampler: str  # the class of its sampler
     shuffle: bool | None
     workers: int
@@ -241,7 +240,7 @@ class LoaderPass:
 class OptimizerStep:
     """One optimizer step: its gradients, and the weights before and after it."""
 
-    at: str
+    source_line: str
     batch: int  # number in the pass, from 1 on
     epoch: int  # number from 0 on
     batch_size: int | None
@@ -265,7 +264,7 @@ class OptimizerStep:
 class OptimizerRecord:
     """An optimizer of one rank, or the steps that the script makes by hand."""
 
-    at: str
+    source_line: str
     is_adaptive: bool  # divides by small gradients, as Adam does
     is_by_hand: bool = False  # without a torch optimizer: the script updates its parameters
     compares_changes: bool = False  # without p.grad, weight changes are compared
@@ -279,7 +278,7 @@ class OptimizerRecord:
 class DDPRecord:
     """A model in DDP on one rank."""
 
-    at: str
+    source_line: str
     forwards: int = 0  # calls of DDP in training
     forwards_around: dict[str, int] = field(default_factory=dict)  # calls of ddp.module, by place
     parameters: int = 0  # number of trained parameters
@@ -294,7 +293,7 @@ class PrintedText(NamedTuple):
     """A text that a rank has printed or logged."""
 
     text: str
-    at: str
+    source_line: str
     steps_before: int
     in_first_epoch: bool
     on_terminal: bool = True  # False if it goes only to a log file
@@ -303,16 +302,16 @@ class PrintedText(NamedTuple):
 class Backward(NamedTuple):
     """One call of backward."""
 
-    at: str
+    source_line: str
     steps_before: int
-    loss_at: str = ""  # where a loss function of torch was last called before it
+    loss_source_line: str = ""  # where a loss function of torch was last called before it
 
 
 class LayerOutput(NamedTuple):
     """The output of a layer in training, before the first step."""
 
     layer: str
-    kind: str  # the class of the layer
+    class_name: str  # the class of the layer
     rows: list[float]  # inner product of each row with a fixed vector
 
 
@@ -328,9 +327,9 @@ class ModelCall(NamedTuple):
 class RaisedError(NamedTuple):
     """The error with which a script has ended on one rank."""
 
-    kind: str
+    class_name: str
     message: str
-    at: str
+    source_line: str
     seconds: float  # time.time() when it was raised
 
 
@@ -338,8 +337,8 @@ class RaisedError(NamedTuple):
 class ScheduleRecord:
     """A learning-rate scheduler that the script steps."""
 
-    kind: str  # the class of the scheduler
-    at: str  # where it was first stepped
+    class_name: str  # the class of the scheduler
+    source_line: str  # where it was first stepped
     step_count: int = 0
     batches: int = 0  # number of batches until its last step
     by_batch: bool = False  # the script steps it more than once per epoch
@@ -352,9 +351,9 @@ class DrawKey(NamedTuple):
     """Names one draw, so that the same call in a replay finds it."""
 
     batch: tuple[int, int]  # the pass over a loader and the number of the batch
-    at: str
+    source_line: str
     name: str  # name of the function that drew
-    number: int  # number of earlier calls of this function at this line in this batch
+    call_index: int  # number of earlier calls of this function at this line in this batch
 
 
 class Draw(NamedTuple):
@@ -378,13 +377,13 @@ class Statistic(NamedTuple):
     """A mean or the like over the samples of one rank that its loss depends on."""
 
     name: str
-    at: str
-    number: int  # number of earlier calls of this function at this line
+    source_line: str
+    call_index: int  # number of earlier calls of this function at this line
     value: float
 
     @property
     def tag(self) -> str:
-        return f"{self.name} {self.at} {self.number}"
+        return f"{self.name} {self.source_line} {self.call_index}"
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pathlib import Path
 from prove import processes
 from prove.errors import NotJudgedError, NotObservedError
 from prove.judge import epoch_ends, loader_passes
-from prove.judge.ends import error_of, without_our_ends
+from prove.judge.rank_exits import error_of, excuse_connections_we_closed
 from prove.judge.replay import Precision, Replay
 from prove.rank_record import (
     Ended,
@@ -32,10 +32,10 @@ NUMBER_OF_RANKS = (
 FLAG_FOR_RANKS = re.compile(
     r"""["'](--(?:world[-_]size|num[-_]gpus|n?gpus|nprocs?|num[-_]processes|devices))["']"""
 )
-MOST_LONGER_RUNS = 2  # longer runs that may be tried to see how an epoch ends
+MAX_LONGER_RUNS = 2  # longer runs that may be tried to see how an epoch ends
 SECONDS_OF_SMALL_STEPS = 5  # threads help one rank only in runs longer than this
-MOST_BATCHES_TO_THE_END = 64  # longer epochs are not observed to their end
-LEAST_SECONDS = 20.0  # time that a script gets to fail by itself
+MAX_BATCHES_TO_THE_END = 64  # longer epochs are not observed to their end
+MIN_BARE_SECONDS = 20.0  # time that a script gets to fail by itself
 
 
 def command_of_one_rank(args: Namespace) -> list[str] | None:
@@ -74,7 +74,7 @@ class Runs:
         self.settings = Settings(
             folder, Mode.OBSERVE, not args.float32, args.cpu, args.batches, world_size, world_size
         )
-        self.observed: RunOutcome
+        self.observed_outcome: RunOutcome
 
     def run(
         self, settings: Settings, command: list[str], most_seconds: float = float("inf")
@@ -114,12 +114,14 @@ class Runs:
         settings = replace(self.settings_of(mode, variant), gpus=gpus)
         outcome = self.run(settings, command)
         names = (Mode.CONTROL + variant if control else Mode.OBSERVE, settings.name)
-        return Replay(control or self.observed, outcome, settings.folder, names, self.precision)
+        return Replay(
+            control or self.observed_outcome, outcome, settings.folder, names, self.precision
+        )
 
     def replay_of_control(self, command: list[str], variant: ReplayVariant) -> Replay | None:
         """Run all ranks, then one rank, with the draws of this variant; return None on failure."""
         control = self.run_all_ranks(variant)
-        if len(control.records) < len(self.observed.records) or control.status:
+        if len(control.records) < len(self.observed_outcome.records) or control.status:
             return None
         return self.replay(Mode.REPLAY, command, variant, control=control)
 
@@ -137,7 +139,7 @@ class Runs:
                     if settings.watches_operations
                     else "watched from outside only"
                 )
-                self.report(f"it ends with {error_of(self.observed)}: again, {kind}")
+                self.report(f"it ends with {error_of(self.observed_outcome)}: again, {kind}")
             outcome = self.observe_once(settings)
             if not failed(outcome):
                 break
@@ -145,30 +147,32 @@ class Runs:
                 bare = self.run_bare(outcome)
                 if failed(bare):
                     break  # the script fails by itself, so no other attempt will help
-            outcome = without_our_ends(outcome)
+            outcome = excuse_connections_we_closed(outcome)
             if not failed(outcome):
                 break
         else:
             raise NotObservedError(error_of(outcome))
         outcome = self.observe_last_window(outcome)
         self.observe_shortest_epoch(outcome.records)
-        self.observed = replace(outcome, records=loader_passes.with_samples(outcome.records))
+        self.observed_outcome = replace(
+            outcome, records=loader_passes.with_samples(outcome.records)
+        )
         self.settings = replace(
             self.settings,
             world_size=len(outcome.records) or self.settings.world_size,
             shares_out_cores=outcome.seconds > SECONDS_OF_SMALL_STEPS,
-            rows_are_split=loader_passes.rows_are_split(self.observed.records),
+            rows_are_split=loader_passes.rows_are_split(self.observed_outcome.records),
         )
 
     def observe_once(self, settings: Settings) -> RunOutcome:
         for file in Path(settings.folder).glob(f"{Mode.OBSERVE}.*"):
             file.unlink()
-        self.settings, self.observed = settings, self.run(settings, self.args.command)
-        return self.observed
+        self.settings, self.observed_outcome = settings, self.run(settings, self.args.command)
+        return self.observed_outcome
 
     def observe_last_window(self, outcome: RunOutcome) -> RunOutcome:
         """If several batches make one step, observe longer until an epoch ends as the whole one."""
-        for _ in range(MOST_LONGER_RUNS):
+        for _ in range(MAX_LONGER_RUNS):
             if failed(outcome) or outcome.hang or not outcome.records:
                 break
             batches = epoch_ends.batches_up_to_last_window(outcome.records[0])
@@ -181,7 +185,7 @@ class Runs:
     def observe_shortest_epoch(self, records: list[RankRecord]) -> None:
         """Note whether ranks with unequal numbers of batches stop together."""
         shortest = epoch_ends.shortest_of_unequal_epochs(records)
-        if not 0 < shortest <= MOST_BATCHES_TO_THE_END:
+        if not 0 < shortest <= MAX_BATCHES_TO_THE_END:
             return
         batches = shortest + 1
         self.report(f"the ranks have unequal numbers of batches: again, with {batches} in an epoch")
@@ -191,19 +195,19 @@ class Runs:
 
     def run_bare(self, outcome: RunOutcome) -> RunOutcome:
         """Run the script unobserved, a little longer than it ran here: does it fail by itself?"""
-        seconds = max(LEAST_SECONDS, 3 * outcome.seconds)
+        seconds = max(MIN_BARE_SECONDS, 3 * outcome.seconds)
         settings = replace(self.settings, mode=Mode.BARE)
         return self.run(settings, self.args.command, seconds)
 
     def best_replay(self, command: list[str]) -> Replay:
         """Make the replay that gives one rank its batches in the order the script takes them."""
-        replayed = self.replay(Mode.REPLAY, command)
-        if self.args.cpu and not replayed.wrote_record:  # some scripts refuse to run on one GPU
-            gpus = len(self.observed.records)
-            replayed = self.replay(Mode.REPLAY, command, gpus=gpus)
-        if replayed.takes_more_batches():
-            replayed = self.replay(Mode.SEQUENCE, command)
-        return replayed
+        replay = self.replay(Mode.REPLAY, command)
+        if self.args.cpu and not replay.wrote_record:  # some scripts refuse to run on one GPU
+            gpus = len(self.observed_outcome.records)
+            replay = self.replay(Mode.REPLAY, command, gpus=gpus)
+        if replay.takes_more_batches():
+            replay = self.replay(Mode.SEQUENCE, command)
+        return replay
 
 
 def failed(outcome: RunOutcome) -> bool:

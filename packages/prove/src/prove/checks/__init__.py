@@ -1,7 +1,7 @@
 """The checks, in the order of their rows in the table.
 
 A new check is a module here and an entry in this list; base.py says what it needs. A check that
-depends on the rows of another one imports it and asks for them: see Seen.rows_of.
+depends on the rows of another one imports it and asks for them: see CheckContext.rows_of.
 """
 
 from prove.checks import (
@@ -34,7 +34,7 @@ from prove.checks import (
     zero_grad,
     zero_gradients,
 )
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.judge.reasons import Reason
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.table import ReportRow
@@ -74,9 +74,9 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def rows_of_phase(phase: Phase, seen: Seen) -> list[ReportRow]:
+def rows_of_phase(phase: Phase, context: CheckContext) -> list[ReportRow]:
     """Return the rows of all checks of a phase."""
-    return [row for check in CHECKS if check.phase == phase for row in seen.rows_of(check)]
+    return [row for check in CHECKS if check.phase == phase for row in context.rows_of(check)]
 
 
 def by_name(reasons: list[Reason]) -> dict[str, Reason]:

@@ -5,14 +5,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import accumulate
 from prove.judge.reasons import Reason
 from prove.judge.table import WARNING, ReportRow, warning
-from prove.watch.rank_run import RankRun, where
+from prove.watch.rank_run import RankRun, source_line
 
 NAME = "accumulation"
-MOST_BACKWARDS = 64  # further calls are not recorded
+MAX_BACKWARDS = 64  # further calls are not recorded
 
 
 class Says(Reason):
@@ -25,7 +25,7 @@ class Says(Reason):
 class FirstBackward(NamedTuple):
     """A call of backward before the first step."""
 
-    at: str
+    source_line: str
     is_scaled: bool
     adds_up: bool  # gradients of an earlier backward were still there
 
@@ -41,9 +41,9 @@ def watch(run: RankRun) -> None:
     calls = run.record.part(FirstBackwards).calls
 
     def note(loss: Tensor) -> None:
-        if run.record.step_count == 0 and len(calls) < MOST_BACKWARDS:
+        if run.record.step_count == 0 and len(calls) < MAX_BACKWARDS:
             adds_up = run.models.holds_gradients()
-            calls.append(FirstBackward(where(), is_scaled(loss), adds_up))
+            calls.append(FirstBackward(source_line(), is_scaled(loss), adds_up))
 
     run.events.backwards.append(note)
 
@@ -60,11 +60,11 @@ def is_scaled(loss: Tensor) -> bool:
     return False
 
 
-def judge(seen: Seen) -> list[ReportRow]:
+def judge(context: CheckContext) -> list[ReportRow]:
     """Warn if several backwards of one line come before the first step, all undivided."""
-    first = seen.records[0]
+    first = context.records[0]
     backwards = first.part(FirstBackwards).calls
-    places = {backward.at for backward in backwards}
+    places = {backward.source_line for backward in backwards}
     n = min(len(backwards), 1 + sum(backward.adds_up for backward in backwards))
     if n < 2 or len(places) > 1 or len(first.optimizers) != 1:
         return []

@@ -1,7 +1,7 @@
 """Do ranks draw different random numbers while loading, in the rank or in its workers?"""
 
 from prove import random_state
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import plain
 from prove.judge.loader_passes import same_dataset, same_on_all_ranks
 from prove.judge.reasons import OWN_SEED, Reason
@@ -23,10 +23,10 @@ class Says(Reason):
     WORKER_SEEDS_DIFFER = "the loaders of the ranks give their workers different seeds"
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    if not seen.epochs:
+def judge(context: CheckContext) -> list[ReportRow]:
+    if not context.epochs:
         return []
-    passes = seen.epochs[0]
+    passes = context.epochs[0]
     first = passes[0]
     drew = [
         number
@@ -43,9 +43,9 @@ def judge(seen: Seen) -> list[ReportRow]:
         drew_nothing = not any(loader_pass.workers_drew for loader_pass in passes)
         if first.is_stream or drew_nothing or not same_dataset(passes):
             return []
-        return [warning(NAME, Says.WORKER_SEEDS_ALIKE, at=first.at)]
+        return [warning(NAME, Says.WORKER_SEEDS_ALIKE, at=first.source_line)]
     if same:
-        return [warning(NAME, Says.DRAWS_ALIKE, generators=same, at=first.at)]
+        return [warning(NAME, Says.DRAWS_ALIKE, generators=same, at=first.source_line)]
     if drew:
         return [right(NAME, Says.DRAWS_DIFFER)]
     if seeds_workers:

@@ -9,11 +9,17 @@ from typing import NamedTuple
 import torch
 
 from prove.checks import weights
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import AVERAGE, NO_DDP, STEP, accumulate, own_step, plain
 from prove.checks.weights import WAS_FROZEN, WRAP_AGAIN, unfrozen_parameters
+from prove.judge.rank_steps import (
+    TINY,
+    StepOfRanks,
+    differ,
+    parameter_names,
+    steps_with_old_gradients,
+)
 from prove.judge.reasons import Heading, Reason
-from prove.judge.steps import TINY, StepOfRanks, parameter_names, steps_with_old_gradients
 from prove.judge.table import RIGHT, WARNING, WRONG, ReportRow, not_seen, right, warning, wrong
 from prove.rank_record import Flag
 
@@ -22,7 +28,7 @@ APART = "the ranks step with different gradients in {apart} of {tensors} tensors
 APART += "(step {step} at {at})"
 TOLERANCES = {"torch.float64": 1e-6, "torch.complex128": 1e-6}
 TOLERANCES |= {"torch.float32": 2e-3, "torch.complex64": 2e-3}
-MOST_RANKS = 8  # with more ranks, not every subset is tried
+MAX_RANKS = 8  # with more ranks, not every subset is tried
 
 
 class Says(Reason):
@@ -73,16 +79,16 @@ class Says(Reason):
     )
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    if row := row_of_apart(seen) or row_of_lost_imaginary(seen):
+def judge(context: CheckContext) -> list[ReportRow]:
+    if row := row_of_apart(context) or row_of_lost_imaginary(context):
         return [row]
-    if steps_with_old_gradients(seen.steps):
+    if steps_with_old_gradients(context.steps):
         return []  # zero_grad.py reports this
-    if row := next((row for step in seen.steps if (row := row_of_some_ranks(step))), None):
+    if row := next((row for step in context.steps if (row := row_of_some_ranks(step))), None):
         return [row]
-    factors = [(times_the_mean(step), step) for step in seen.steps]
+    factors = [(times_the_mean(step), step) for step in context.steps]
     known = [(factor, step) for factor, step in factors if factor is not None]
-    clips_at = seen.records[0].flags.get(Flag.CLIPS)
+    clips_at = context.records[0].flags.get(Flag.CLIPS)
     if not known and clips_at:
         return [not_seen(NAME, Says.CLIPPED_APART, at=clips_at)]
     if not known:
@@ -90,17 +96,18 @@ def judge(seen: Seen) -> list[ReportRow]:
     factor, step = max(known, key=lambda pair: abs(pair[0] - 1))
     if abs(factor - 1) <= tolerance(step):
         return [right(NAME, Says.MEAN_OF_RANKS, steps=len(known))]
-    facts, ranks = {"factor": factor, "step": step.number, "at": step.at}, len(step.steps)
+    facts = {"factor": factor, "step": step.step_number, "at": step.source_line}
+    ranks = len(step.steps)
     if abs(factor - ranks) <= ranks * tolerance(step):
         return [not_seen(NAME, Says.SUM_OF_RANKS, **facts)]
     clips = factor < 1 and clips_at
     return [not_seen(NAME, Says.CLIPPED if clips else Says.CHANGED_BEFORE_STEP, **facts)]
 
 
-def row_of_apart(seen: Seen) -> ReportRow | None:
+def row_of_apart(context: CheckContext) -> ReportRow | None:
     """Judge gradients that differ between ranks; None if no step or no weight differs."""
-    verdicts = seen.verdicts(weights.CHECK)
-    differing = [step for step in seen.steps if parameters_apart(step)]
+    verdicts = context.verdicts(weights.CHECK)
+    differing = [step for step in context.steps if parameters_apart(step)]
     if not differing or verdicts == [RIGHT]:
         return None
     if WARNING in verdicts:
@@ -108,9 +115,10 @@ def row_of_apart(seen: Seen) -> ReportRow | None:
     step, apart = differing[0], parameters_apart(differing[0])
     facts = {
         "apart": len(apart), "tensors": len(step.optimizer.names),
-        "names": parameter_names(step.optimizer, apart), "step": step.number, "at": step.at,
+        "names": parameter_names(step.optimizer, apart), "step": step.step_number,
+        "at": step.source_line,
     }  # fmt: skip
-    unfrozen = unfrozen_parameters(seen.records[0])
+    unfrozen = unfrozen_parameters(context.records[0])
     made_at = [unfrozen.get(step.optimizer.keys[number]) for number in apart]
     if all(made_at):
         return wrong(NAME, Says.GRADIENTS_UNFROZEN, wrapped_at=made_at[0], **facts)
@@ -118,14 +126,22 @@ def row_of_apart(seen: Seen) -> ReportRow | None:
 
 
 def parameters_apart(step: StepOfRanks) -> list[int]:
-    return step.differing_parameters("gradients", 1e-4)
+    """Index the parameters for which the ranks hold different gradients."""
+    held = step.by_parameter(lambda of_rank: of_rank.gradients)
+    return [
+        index
+        for index, gradients in enumerate(held)
+        if None not in gradients and differ(gradients, 1e-4)
+    ]
 
 
-def row_of_lost_imaginary(seen: Seen) -> ReportRow | None:
-    for step in seen.steps:
+def row_of_lost_imaginary(context: CheckContext) -> ReportRow | None:
+    for step in context.steps:
         if numbers := {n for of_rank in step.steps for n in of_rank.lost_imaginary}:
             names = parameter_names(step.optimizer, sorted(numbers))
-            return wrong(NAME, Says.IMAGINARY_LOST, names=names, step=step.number, at=step.at)
+            return wrong(
+                NAME, Says.IMAGINARY_LOST, names=names, step=step.step_number, at=step.source_line
+            )
     return None
 
 
@@ -139,9 +155,9 @@ def row_of_some_ranks(step: StepOfRanks) -> ReportRow | None:
     computes = [any(each.local[rank] for each in known) for rank in ranks]
     if parameters_apart(step) or not all(computes):
         return None
-    if not known or len(ranks) > MOST_RANKS or times_the_mean(step) is not None:
+    if not known or len(ranks) > MAX_RANKS or times_the_mean(step) is not None:
         return None
-    facts = {"step": step.number, "at": step.at}
+    facts = {"step": step.step_number, "at": step.source_line}
     for number in ranks[1:]:  # size of the subset
         for some in combinations(ranks, number):
             if all(
@@ -175,11 +191,15 @@ class Averaged(NamedTuple):
 
 def averages(step: StepOfRanks) -> list[Averaged]:
     """Return one Averaged per parameter with a gradient; a rank without one counts as zero."""
-    pairs = zip(step.by_parameter("gradients"), step.by_parameter("local_gradients"), strict=True)
+    gradients_and_local = zip(
+        step.by_parameter(lambda of_rank: of_rank.gradients),
+        step.by_parameter(lambda of_rank: of_rank.local_gradients),
+        strict=True,
+    )
     scale = step.steps[0].loss_scale
     return [
         Averaged(gradients[0][0], [(own or 0.0) / scale for own in local], gradients[0][1])
-        for gradients, local in pairs
+        for gradients, local in gradients_and_local
         if None not in gradients and any(own is not None for own in local)
         and gradients[0][1] > TINY
     ]  # fmt: skip

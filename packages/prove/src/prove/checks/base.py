@@ -10,8 +10,8 @@ from functools import cached_property
 
 from prove.checks.mistake import Mistake
 from prove.judge.loader_passes import share_one_data_set, trained_loader_passes
+from prove.judge.rank_steps import StepOfRanks, steps_of
 from prove.judge.reasons import Reason
-from prove.judge.steps import StepOfRanks, steps_of
 from prove.judge.table import ReportRow
 from prove.rank_record import Flag, LoaderPass, RankRecord, RunOutcome
 from prove.watch.rank_run import RankRun
@@ -26,7 +26,7 @@ class Phase(IntEnum):
     ONE_MODEL = 3  # these steps train one model, which each rank holds as a whole
 
 
-class Seen:
+class CheckContext:
     """The run of all ranks, with the rows of the checks that were asked so far."""
 
     def __init__(self, outcome: RunOutcome) -> None:
@@ -73,7 +73,7 @@ class Check:
 
     name: str  # as the table prints it
     says: type[Reason]
-    judge: Callable[[Seen], list[ReportRow]]
+    judge: Callable[[CheckContext], list[ReportRow]]
     phase: Phase
     watch: Callable[[RankRun], None] | None = None  # runs in each rank, beside the script
     moot_if_proven: frozenset[Reason] = frozenset()  # dropped when the replay proves equality

@@ -1,8 +1,8 @@
 """Does the loss of a rank depend on a statistic, such as a mean, over its own samples alone?"""
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
+from prove.judge.rank_steps import differing_statistic
 from prove.judge.reasons import Heading, Reason
-from prove.judge.steps import differing_statistic
 from prove.judge.table import ReportRow, warning
 from prove.rank_record import CENTERED
 
@@ -28,9 +28,9 @@ class Says(Reason):
     )
 
 
-def judge(seen: Seen) -> list[ReportRow]:
+def judge(context: CheckContext) -> list[ReportRow]:
     """Name the first statistic that differs between the ranks."""
-    statistic = differing_statistic(seen.records)
+    statistic = differing_statistic(context.records)
     if statistic is None:
         return []
     is_centered = statistic["name"] == CENTERED

@@ -1,6 +1,6 @@
 """Do all ranks have equally many batches in an epoch, and batches of one size?"""
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import LOADING, NO_SET_EPOCH, SAMPLER, iterable, plain
 from prove.judge.loader_passes import epochs_of_data_set, place_of
 from prove.judge.reasons import Heading, Reason
@@ -45,12 +45,12 @@ class Says(Reason):
     EQUAL_BATCHES = "{batches} on each rank"
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    if not seen.epochs:
+def judge(context: CheckContext) -> list[ReportRow]:
+    if not context.epochs:
         return []
     rows = [
-        row_of_lengths(seen.records, passes, number)
-        for number, passes in enumerate(epochs_of_data_set(seen.records), start=1)
+        row_of_lengths(context.records, passes, number)
+        for number, passes in enumerate(epochs_of_data_set(context.records), start=1)
         if number == 1 or all(each.batches_listed is not None for each in passes)
     ]
     return [min(rows, key=lambda row: WORST_FIRST.index(row.verdict))]

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from prove.checks import weights
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import amp
+from prove.judge.rank_steps import names_apart
 from prove.judge.reasons import Heading, Reason
-from prove.judge.steps import names_apart
 from prove.judge.table import RIGHT, WARNING, ReportRow, right, warning
 from prove.judge.wording import phrase
 from prove.rank_record import Projection
@@ -70,8 +70,8 @@ def watch(run: RankRun) -> None:
     run.at_end.append(note_end)
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    rows, by_rank = [], [rank.part(Buffers) for rank in seen.records]
+def judge(context: CheckContext) -> list[ReportRow]:
+    rows, by_rank = [], [rank.part(Buffers) for rank in context.records]
     for number in range(min(len(own.at_end) for own in by_rank)):
         at_evaluation = [own.at_evaluation.get(number, {}) for own in by_rank]
         evaluated = all(at_evaluation)
@@ -88,11 +88,11 @@ def judge(seen: Seen) -> list[ReportRow]:
     return rows
 
 
-def judge_outside_ddp(seen: Seen) -> list[ReportRow]:
+def judge_outside_ddp(context: CheckContext) -> list[ReportRow]:
     """Compare buffers of modules that train nothing, such as running means of observations."""
-    if {*seen.verdicts(weights.CHECK)} - {RIGHT}:
+    if {*context.verdicts(weights.CHECK)} - {RIGHT}:
         return []
-    by_rank = [rank.part(Buffers).outside_ddp for rank in seen.records]
+    by_rank = [rank.part(Buffers).outside_ddp for rank in context.records]
     for module in by_rank[0]:
         _, apart = names_apart([own.get(module, {}) for own in by_rank])
         if apart:

@@ -1,6 +1,6 @@
 """Are gradients clipped as they are, or while they still carry the loss scale?"""
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import amp
 from prove.judge.reasons import Reason
 from prove.judge.table import WRONG, ReportRow, right, wrong
@@ -17,8 +17,8 @@ class Says(Reason):
     CLIPS_UNSCALED = "of gradients that are not scaled"
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    flags = seen.records[0].flags
+def judge(context: CheckContext) -> list[ReportRow]:
+    flags = context.records[0].flags
     if at := flags.get(Flag.CLIPS_SCALED):
         return [wrong(NAME, Says.CLIPS_SCALED, at=at)]
     return [right(NAME, Says.CLIPS_UNSCALED)] if Flag.CLIPS in flags else []

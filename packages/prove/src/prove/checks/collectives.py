@@ -5,8 +5,8 @@ If they wait for ever after that, hang.py reports it.
 
 from typing import Any
 
-from prove.checks.base import Check, Phase, Seen
-from prove.judge.ends import ends_with_others, wait_for_ever
+from prove.checks.base import Check, CheckContext, Phase
+from prove.judge.rank_exits import ends_with_others, wait_for_ever
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import ReportRow, right, wrong
 from prove.judge.wording import phrase
@@ -21,10 +21,10 @@ class Says(Reason):
     COLLECTIVES_ALIKE = "{calls:n call}, the same on all ranks"
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    if seen.is_alone or wait_for_ever(seen.outcome):
+def judge(context: CheckContext) -> list[ReportRow]:
+    if context.is_alone or wait_for_ever(context.outcome):
         return []
-    records = seen.records
+    records = context.records
     # DDP's own calls do not count: if the run ends well, one more call of a DDP model did no harm.
     calls = [[call for call in rank.collectives if not call.is_of_ddp] for rank in records]
     have_ended = all(rank.ended.is_well for rank in records)
@@ -40,7 +40,12 @@ def first_difference(calls: list[list[Collective]]) -> dict[str, Any] | None:
     for parts in zip(*calls, strict=False):
         if len({call.name for call in parts}) > 1:
             different = [
-                phrase("rank {rank} calls {name} at {at}", rank=rank, name=call.name, at=call.at)
+                phrase(
+                    "rank {rank} calls {name} at {at}",
+                    rank=rank,
+                    name=call.name,
+                    at=call.source_line,
+                )
                 for rank, call in enumerate(parts)
             ]
             return phrase("{calls:; }", calls=different)
@@ -58,7 +63,7 @@ def missed_call(records: list[RankRecord], calls: list[list[Collective]]) -> dic
         return phrase("the ranks have made {steps!s} steps", steps=steps) if is_unequal else None
     call = most[len(fewest)]
     others = [rank for rank, of_rank in enumerate(calls) if len(of_rank) == len(fewest)]
-    facts = {"rank": calls.index(most), "name": call.name, "at": call.at, "others": others}
+    facts = {"rank": calls.index(most), "name": call.name, "at": call.source_line, "others": others}
     return phrase("rank {rank} calls {name} at {at}, which rank {others} does not reach", **facts)
 
 

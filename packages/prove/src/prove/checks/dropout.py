@@ -1,6 +1,6 @@
 """Does dropout draw a different mask on each rank?"""
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import plain
 from prove.judge.reasons import OWN_SEED, Reason
 from prove.judge.table import WARNING, ReportRow, right, warning
@@ -16,11 +16,11 @@ class Says(Reason):
     )
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    if not seen.epochs:
+def judge(context: CheckContext) -> list[ReportRow]:
+    if not context.epochs:
         return []
-    for at in sorted(set.intersection(*({*rank.dropout} for rank in seen.records))):
-        if len({rank.dropout[at] for rank in seen.records}) > 1:
+    for at in sorted(set.intersection(*({*rank.dropout} for rank in context.records))):
+        if len({rank.dropout[at] for rank in context.records}) > 1:
             return [right(NAME, Says.MASKS_DIFFER)]
         return [warning(NAME, Says.MASKS_ALIKE, at=at)]
     return []

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from prove.checks import weights
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
+from prove.judge.rank_steps import names_apart
 from prove.judge.reasons import Heading, Reason
-from prove.judge.steps import names_apart
 from prove.judge.table import RIGHT, ReportRow, right, warning
 from prove.rank_record import Projection, RankRecord
 from prove.watch.model_tensors import is_divided, project, without_wrappers
-from prove.watch.rank_run import RankRun, where
+from prove.watch.rank_run import RankRun, source_line
 
 NAME = "evaluated model"
-MOST_EVALUATED = 32  # further modules are not recorded
+MAX_EVALUATED_MODULES = 32  # further modules are not recorded
 
 
 class Says(Reason):
@@ -69,8 +69,8 @@ def watch(run: RankRun) -> None:
         steps = run.record.step_count
         if not steps or (module.training and torch.is_grad_enabled()):
             return
-        name, last = noted.get(module, (f"{type(module).__name__} called at {where()}", 0))
-        if steps < 2 * last or len(evaluated) >= MOST_EVALUATED:
+        name, last = noted.get(module, (f"{type(module).__name__} called at {source_line()}", 0))
+        if steps < 2 * last or len(evaluated) >= MAX_EVALUATED_MODULES:
             return
         if isinstance(module, nn.parallel.DistributedDataParallel) or is_divided(module):
             return
@@ -91,11 +91,11 @@ def watch(run: RankRun) -> None:
     run.events.module_calls.append(note)
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    if {*seen.verdicts(weights.CHECK)} - {RIGHT}:
+def judge(context: CheckContext) -> list[ReportRow]:
+    if {*context.verdicts(weights.CHECK)} - {RIGHT}:
         return []
     alike = []
-    for ranks_modules in evaluated_by_all(seen.records):
+    for ranks_modules in evaluated_by_all(context.records):
         first = ranks_modules[0]
         common, apart = names_apart([own.tensors for own in ranks_modules])
         if apart:

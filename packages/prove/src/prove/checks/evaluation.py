@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import plain
 from prove.checks.samples import TOLD_APART
 from prove.judge.loader_passes import NEARLY_ALL, same_dataset, sample_count
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import RIGHT, WARNING, ReportRow, not_seen, right, warning
-from prove.rank_record import EVALUATION_FACTOR, MOST_COLLECTIVES, Flag, LoaderPass, RankRecord
+from prove.rank_record import EVALUATION_FACTOR, MAX_COLLECTIVES, Flag, LoaderPass, RankRecord
 from prove.watch.rank_run import RankRun
 
 NAME = "evaluation"
@@ -97,10 +97,10 @@ def watch(run: RankRun) -> None:
     run.events.loaders_read.append(note_read)
 
 
-def judge(seen: Seen) -> list[ReportRow]:
+def judge(context: CheckContext) -> list[ReportRow]:
     """Return a row for each reason, with all lines that have it."""
-    records = seen.records
-    if not seen.epochs:
+    records = context.records
+    if not context.epochs:
         return []
     datasets: dict[tuple, list[LoaderPass]] = {}  # by data set: the first evaluation of each rank
     for rank in records:
@@ -151,7 +151,7 @@ def rows_of_dataset(records: list[RankRecord], passes: list[LoaderPass]) -> list
 
     The largest mistake comes first.
     """
-    at, world_size = passes[0].at, len(records)
+    at, world_size = passes[0].source_line, len(records)
     if len(passes) < world_size:
         ranks = len(passes)
         return [right(NAME, Says.EVALUATED_BY_SOME, ranks=ranks, world_size=world_size, at=at)]
@@ -183,10 +183,10 @@ def rows_by_content(
 
     unknown: the reason to give if the contents do not tell, either.
     """
-    at, contents = passes[0].at, [{*loader_pass.checksums} for loader_pass in passes]
-    seen = sum(len(loader_pass.checksums) for loader_pass in passes)
+    at, contents = passes[0].source_line, [{*loader_pass.checksums} for loader_pass in passes]
+    context = sum(len(loader_pass.checksums) for loader_pass in passes)
     size, different = len(set().union(*contents)), sum(map(len, contents))
-    if different < seen / 2 or not all(contents):  # too many samples look alike
+    if different < context / 2 or not all(contents):  # too many samples look alike
         return [not_seen(NAME, unknown, at=at)]
     facts = {"size": size, "twice": different - size, "at": at}
     ended = all(loader_pass.ended for loader_pass in passes)
@@ -218,7 +218,7 @@ def row_of_a_part(passes: list[LoaderPass]) -> ReportRow:
     ]
     facts = {
         "given": first.batches_given, "batches": first.batches_listed,
-        "samples": len({*drawn}), "size": sample_count(passes), "at": first.at,
+        "samples": len({*drawn}), "size": sample_count(passes), "at": first.source_line,
     }  # fmt: skip
     if {*drawn} == {*range(len(drawn))}:
         return right(NAME, Says.EVALUATED_FIRST_ONES, **facts)
@@ -249,14 +249,14 @@ def may_be_summed(rank: RankRecord, evaluated: LoaderPass) -> bool:
 
     Collectives of DDP, or of a BatchNorm layer left in training mode, do not sum results.
     """
-    later = [each for each in rank.loader_passes if each.number > evaluated.number]
+    later = [each for each in rank.loader_passes if each.pass_index > evaluated.pass_index]
     trained = [each for each in later if each.with_gradients and not is_evaluation(each)]
     end = trained[0].collectives_before if trained else len(rank.collectives)
     calls = [
         call for call in rank.collectives[evaluated.collectives_before : end] if not call.is_of_ddp
     ]
     sums = [call for call in calls if not (call.batchnorm or "barrier" in call.name)]
-    return end >= MOST_COLLECTIVES or bool(sums)
+    return end >= MAX_COLLECTIVES or bool(sums)
 
 
 PLANTED = (

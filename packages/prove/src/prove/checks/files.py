@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import amp, plain
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import WARNING, WRONG, ReportRow, right, warning, wrong
 from prove.rank_record import Mode
 from prove.watch.process_io import copy_of
-from prove.watch.rank_run import RankRun, where
+from prove.watch.rank_run import RankRun, source_line
 
 NAME = "files"
-MOST_OPENED = 1000  # further files are not recorded
-MOST_ROWS = 3
+MAX_OPENED = 1000  # further files are not recorded
+MAX_ROWS = 3
 OPENED = "{path} is opened for writing by ranks {ranks!s} ({at})"
 WRITE_ONCE = "if dist.get_rank() == 0, and a barrier before another rank reads it"
 WRITE_OWN = "a name with the rank in it, if each rank keeps something of its own (the state of its "
@@ -49,7 +49,7 @@ class Says(Reason):
 class OpenedFile(NamedTuple):
     path: str
     mode: str  # mode of open(), or "os.open"
-    at: str
+    source_line: str
     steps_before: int
 
 
@@ -78,8 +78,8 @@ def watch(run: RankRun) -> None:
 
     def note_change(path: str, mode: str | None) -> None:
         is_lock = path.endswith(".lock")  # lock files, which all ranks may open
-        if mode is not None and not is_lock and len(files.opened) < MOST_OPENED:
-            files.opened.append(OpenedFile(path, mode, where(), run.record.step_count))
+        if mode is not None and not is_lock and len(files.opened) < MAX_OPENED:
+            files.opened.append(OpenedFile(path, mode, source_line(), run.record.step_count))
 
     def note_text(path: str, text: str) -> None:
         texts.add(path)
@@ -110,10 +110,10 @@ def watch(run: RankRun) -> None:
     run.at_end.append(keep_changed_files)
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    if seen.is_alone:
+def judge(context: CheckContext) -> list[ReportRow]:
+    if context.is_alone:
         return []
-    files = {rank.rank: rank.part(WrittenFiles) for rank in seen.records}
+    files = {rank.rank: rank.part(WrittenFiles) for rank in context.records}
     writers: dict[str, dict[int, list[OpenedFile]]] = {}
     for rank, own in files.items():
         for opened in own.opened:
@@ -125,7 +125,11 @@ def judge(seen: Seen) -> list[ReportRow]:
             continue
         truncates = all("w" in opened.mode for opened in openings)
         trained = all(opened.steps_before for opened in openings)
-        facts = {"path": os.path.relpath(path), "ranks": sorted(by_rank), "at": openings[0].at}
+        facts = {
+            "path": os.path.relpath(path),
+            "ranks": sorted(by_rank),
+            "at": openings[0].source_line,
+        }
         if not truncates:
             rows.append(warning(NAME, Says.FILE_THAT_GROWS, **facts))
         elif not trained:
@@ -136,7 +140,7 @@ def judge(seen: Seen) -> list[ReportRow]:
             rows.append(wrong(NAME, Says.FILE_OF_SEVERAL_RANKS, **facts))
     if writers and not rows:
         return [right(NAME, Says.FILES_OF_ONE_RANK, files=len(writers))]
-    return rows[:MOST_ROWS]
+    return rows[:MAX_ROWS]
 
 
 def last_openings_alike(by_rank: list[list[OpenedFile]]) -> list[OpenedFile]:

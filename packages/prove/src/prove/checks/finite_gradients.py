@@ -2,7 +2,7 @@
 
 import math
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import ReportRow, warning
 
@@ -19,16 +19,16 @@ class Says(Reason):
     )
 
 
-def judge(seen: Seen) -> list[ReportRow]:
+def judge(context: CheckContext) -> list[ReportRow]:
     bad: dict[int, list[int]] = {}  # ranks by number of the step
     places: dict[int, str] = {}
-    for rank in seen.records:
+    for rank in context.records:
         for optimizer in rank.optimizers:
             for number, step in enumerate(optimizer.steps, start=1):
                 norms = [gradient[1] for gradient in step.gradients if gradient]
                 if not all(map(math.isfinite, norms)):
                     bad.setdefault(number, []).append(rank.rank)
-                    places.setdefault(number, step.at)
+                    places.setdefault(number, step.source_line)
     if not bad:
         return []
     first = min(bad)

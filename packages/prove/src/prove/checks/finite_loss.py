@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import torch
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import LOSS, plain
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import WARNING, ReportRow, warning
-from prove.watch.rank_run import RankRun, where
+from prove.watch.rank_run import RankRun, source_line
 
 NAME = "finite loss"
-MOST_LOSSES = 64  # further losses are not recorded
+MAX_LOSSES = 64  # further losses are not recorded
 
 
 class Says(Reason):
@@ -30,7 +30,7 @@ class Says(Reason):
 
 class BadLoss(NamedTuple):
     value: str
-    at: str
+    source_line: str
     steps_before: int
 
 
@@ -38,31 +38,36 @@ class BadLoss(NamedTuple):
 class BadLosses:
     """The losses of one rank that are not finite."""
 
-    seen: list[BadLoss] = field(default_factory=list)
+    losses: list[BadLoss] = field(default_factory=list)
 
 
 def watch(run: RankRun) -> None:
-    bad = run.record.part(BadLosses).seen
+    bad = run.record.part(BadLosses).losses
 
     def note(loss: torch.Tensor) -> None:
         # GradScaler skips the step if a scaled float16 loss overflows.
         may_overflow = loss.dtype == torch.float16 and run.record.loss_scale != 1
         is_plain = loss.numel() == 1 and not hasattr(loss, "full_tensor")
-        if is_plain and not may_overflow and len(bad) < MOST_LOSSES:
+        if is_plain and not may_overflow and len(bad) < MAX_LOSSES:
             value = float(loss.detach())
             if not math.isfinite(value):
-                bad.append(BadLoss(str(value), where(), run.record.step_count))
+                bad.append(BadLoss(str(value), source_line(), run.record.step_count))
 
     run.events.backwards.append(note)
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    bad = [(loss, rank.rank) for rank in seen.records for loss in rank.part(BadLosses).seen]
+def judge(context: CheckContext) -> list[ReportRow]:
+    bad = [(loss, rank.rank) for rank in context.records for loss in rank.part(BadLosses).losses]
     if not bad:
         return []
     first, _ = min(bad, key=lambda pair: pair[0].steps_before)
     ranks = sorted({rank for loss, rank in bad if loss.steps_before == first.steps_before})
-    facts = {"value": first.value, "step": first.steps_before + 1, "at": first.at, "ranks": ranks}
+    facts = {
+        "value": first.value,
+        "step": first.steps_before + 1,
+        "at": first.source_line,
+        "ranks": ranks,
+    }
     return [warning(NAME, Says.LOSS_NOT_FINITE, **facts)]
 
 

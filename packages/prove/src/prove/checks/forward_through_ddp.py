@@ -1,7 +1,7 @@
 """Do the training forwards go through DDP, so that it averages in their backwards?"""
 
 from prove.checks import weights
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import LOSS, plain
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import RIGHT, WRONG, ReportRow, not_seen, right, wrong
@@ -22,10 +22,10 @@ class Says(Reason):
     )
 
 
-def judge(seen: Seen) -> list[ReportRow]:
+def judge(context: CheckContext) -> list[ReportRow]:
     """Report forwards around DDP, but only if the weights differ: otherwise they do no harm."""
-    rows, first = [], seen.records[0]
-    weights_differ = any(verdict != RIGHT for verdict in seen.verdicts(weights.CHECK))
+    rows, first = [], context.records[0]
+    weights_differ = any(verdict != RIGHT for verdict in context.verdicts(weights.CHECK))
     for ddp in first.ddps:
         if ddp.forwards_around and weights_differ:
             facts = {

@@ -1,9 +1,9 @@
 """Do the ranks wait for each other for ever, or until one ends and the others lose it?"""
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.collectives import ALL_CALL, first_difference, missed_call
 from prove.checks.mistake import amp, plain
-from prove.judge.ends import state_of, wait_for_ever
+from prove.judge.rank_exits import state_of, wait_for_ever
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import WRONG, ReportRow, wrong
 
@@ -15,12 +15,12 @@ class Says(Reason):
     HANG_BY_DIFFERENCE = ("{ranks:; }. The first difference: {difference}", ALL_CALL, Heading.HANG)
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    if seen.is_alone or not wait_for_ever(seen.outcome):
+def judge(context: CheckContext) -> list[ReportRow]:
+    if context.is_alone or not wait_for_ever(context.outcome):
         return []
-    ranks = [state_of(rank, seen.outcome.hang) for rank in seen.records]
-    calls = [rank.collectives for rank in seen.records]
-    if difference := first_difference(calls) or missed_call(seen.records, calls):
+    ranks = [state_of(rank, context.outcome.hang) for rank in context.records]
+    calls = [rank.collectives for rank in context.records]
+    if difference := first_difference(calls) or missed_call(context.records, calls):
         return [wrong(NAME, Says.HANG_BY_DIFFERENCE, ranks=ranks, difference=difference)]
     return [wrong(NAME, Says.HANG, ranks=ranks)]
 

@@ -3,15 +3,15 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import plain
 from prove.judge.reasons import Heading, Phrase, Reason
 from prove.judge.table import WRONG, ReportRow, right, warning, wrong
 from prove.judge.wording import phrase
-from prove.watch.rank_run import RankRun, where
+from prove.watch.rank_run import RankRun, source_line
 
 NAME = "learning rate by rank"
-MOST_METRICS = 1000  # further metrics are not recorded
+MAX_METRICS = 1000  # further metrics are not recorded
 
 
 class Says(Reason):
@@ -32,7 +32,7 @@ class Metric(NamedTuple):
     """A number by which ReduceLROnPlateau decides."""
 
     value: float
-    at: str
+    source_line: str
     steps_before: int
 
 
@@ -47,25 +47,25 @@ def watch(run: RankRun) -> None:
     given = run.record.part(Metrics).given
 
     def note(value: float) -> None:
-        if len(given) < MOST_METRICS:
-            given.append(Metric(value, where(), run.record.step_count))
+        if len(given) < MAX_METRICS:
+            given.append(Metric(value, source_line(), run.record.step_count))
 
     run.events.metrics.append(note)
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    return rows_of_rates(seen) + rows_of_metrics(seen)
+def judge(context: CheckContext) -> list[ReportRow]:
+    return rows_of_rates(context) + rows_of_metrics(context)
 
 
-def rows_of_rates(seen: Seen) -> list[ReportRow]:
+def rows_of_rates(context: CheckContext) -> list[ReportRow]:
     rates = [
         (
             [of_rank.learning_rates for of_rank in step.steps],
-            phrase(Phrase.AT_STEP, step=step.number, at=step.at),
+            phrase(Phrase.AT_STEP, step=step.step_number, at=step.source_line),
         )
-        for step in seen.steps
+        for step in context.steps
     ]
-    epochs = zip(*(rank.rates_after_epochs for rank in seen.records), strict=False)
+    epochs = zip(*(rank.rates_after_epochs for rank in context.records), strict=False)
     rates += [
         (list(ranks_rates), phrase(Phrase.AFTER_EPOCH, epoch=n))
         for n, ranks_rates in enumerate(epochs, start=1)
@@ -77,14 +77,14 @@ def rows_of_rates(seen: Seen) -> list[ReportRow]:
     return []
 
 
-def rows_of_metrics(seen: Seen) -> list[ReportRow]:
+def rows_of_metrics(context: CheckContext) -> list[ReportRow]:
     """Compare the metric that lowers the rate: is it one number for all ranks?"""
     number = 0
-    for metrics in zip(*(rank.part(Metrics).given for rank in seen.records), strict=False):
+    for metrics in zip(*(rank.part(Metrics).given for rank in context.records), strict=False):
         values, first = [metric.value for metric in metrics], metrics[0]
         number += 1
         if max(values) - min(values) > 1e-6 * max(map(abs, values)):
-            facts = {"values": values, "steps": first.steps_before, "at": first.at}
+            facts = {"values": values, "steps": first.steps_before, "at": first.source_line}
             return [warning(NAME, Says.METRICS_BY_RANK, **facts)]
     return [right(NAME, Says.METRICS_ALIKE, numbers=number)] if number else []
 

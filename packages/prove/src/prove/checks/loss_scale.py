@@ -1,6 +1,6 @@
 """Do all ranks multiply their loss by the same scale?"""
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import amp
 from prove.judge.reasons import Phrase, Reason
 from prove.judge.table import WRONG, ReportRow, wrong
@@ -16,11 +16,11 @@ class Says(Reason):
     )
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    for step in seen.steps:
+def judge(context: CheckContext) -> list[ReportRow]:
+    for step in context.steps:
         scales = [of_rank.loss_scale for of_rank in step.steps]
         if len({*scales}) > 1:
-            when = phrase(Phrase.AT_STEP, step=step.number, at=step.at)
+            when = phrase(Phrase.AT_STEP, step=step.step_number, at=step.source_line)
             return [wrong(NAME, Says.LOSS_SCALES_BY_RANK, scales=scales, when=when)]
     return []
 

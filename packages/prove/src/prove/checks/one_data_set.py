@@ -1,6 +1,6 @@
 """Do the ranks hold the same data set, before a sampler divides it?"""
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import plain
 from prove.checks.samples import LOADER, data_sets_in_parts, facts_by_content
 from prove.judge.loader_passes import (
@@ -30,23 +30,25 @@ class Says(Reason):
     )
 
 
-def judge_fields(seen: Seen) -> list[ReportRow]:
+def judge_fields(context: CheckContext) -> list[ReportRow]:
     """Report fields, such as labels, that differ although the inputs are the same."""
     rows = []
-    for epochs in passes_by_data_set(seen.records) if share_one_data_set(seen.records) else []:
+    for epochs in (
+        passes_by_data_set(context.records) if share_one_data_set(context.records) else []
+    ):
         first = epochs[0][0]
         if names := differing_fields(epochs[0]):
             says = wrong if first.sampler == "DistributedSampler" else warning
-            facts = {"names": names, "at": first.at, "sampler": first.sampler}
+            facts = {"names": names, "at": first.source_line, "sampler": first.sampler}
             rows.append(says(NAME, Says.FIELDS_DIFFER, **facts))
     return rows
 
 
-def judge_contents(seen: Seen) -> list[ReportRow]:
+def judge_contents(context: CheckContext) -> list[ReportRow]:
     """Report a DistributedSampler that divides a different data set on each rank."""
     return [
         warning(NAME, Says.DATA_SETS_DIFFER, **facts_by_content(passes))
-        for passes in data_sets_in_parts(seen.records)
+        for passes in data_sets_in_parts(context.records)
         if passes[0].fingerprint
         and passes[0].sampler == "DistributedSampler"
         and same_on_all_ranks(passes, "dataset_length")

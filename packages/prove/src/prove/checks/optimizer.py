@@ -1,7 +1,7 @@
 """Does an optimizer hold the parameters of each model that DDP wraps?"""
 
 from prove.checks import unused_parameters
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import plain
 from prove.judge.reasons import Reason
 from prove.judge.table import WARNING, WRONG, ReportRow, right, warning, wrong
@@ -22,9 +22,9 @@ class Says(Reason):
     )
 
 
-def judge(seen: Seen) -> list[ReportRow]:
+def judge(context: CheckContext) -> list[ReportRow]:
     """Judge each DDP model, followed by its row of unused_parameters.py."""
-    first = seen.records[0]
+    first = context.records[0]
     rows = []
     for ddp in first.ddps:
         rows += [row_of(ddp, first), *unused_parameters.rows_of(ddp)]
@@ -36,8 +36,8 @@ def row_of(ddp: DDPRecord, rank: RankRecord) -> ReportRow:
     if not missing:
         return right(NAME, Says.PARAMETERS_HELD, parameters=total)
     if len(missing) == total and ddp.forwards:
-        optimizers = [optimizer.at for optimizer in rank.optimizers]
-        return wrong(NAME, Says.NO_PARAMETER_HELD, optimizers=optimizers, at=ddp.at)
+        optimizers = [optimizer.source_line for optimizer in rank.optimizers]
+        return wrong(NAME, Says.NO_PARAMETER_HELD, optimizers=optimizers, at=ddp.source_line)
     facts = {"missing": len(missing), "parameters": total, "names": missing}
     return warning(NAME, Says.PARAMETERS_MISSING, **facts)
 

@@ -1,6 +1,6 @@
 """Does each epoch have its own order?"""
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import NO_SET_EPOCH, SAMPLER, iterable, plain
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import WARNING, WRONG, ReportRow, not_seen, right, warning, wrong
@@ -28,17 +28,17 @@ class Says(Reason):
     )
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    if not seen.epochs:
+def judge(context: CheckContext) -> list[ReportRow]:
+    if not context.epochs:
         return []
-    first, *others = seen.epochs
+    first, *others = context.epochs
     later = [
         ranks_passes
         for ranks_passes in others
         if ranks_passes[0].dataset_number == first[0].dataset_number
     ]
     if not later:
-        return [not_seen(NAME, Says.NO_SECOND_EPOCH, at=first[0].at)]
+        return [not_seen(NAME, Says.NO_SECOND_EPOCH, at=first[0].source_line)]
     epochs = list(zip(first, later[0], strict=True))  # the first two epochs of each rank
     by_index = all(loader_pass.samples_file for loader_pass in (*first, *later[0]))
     if by_index and any(one.indices != two.indices for one, two in epochs):
@@ -49,7 +49,7 @@ def judge(seen: Seen) -> list[ReportRow]:
             return [right(NAME, Says.ORDER_CHANGES)]
         if not any(loader_pass.drew) and not loader_pass.workers:
             return [right(NAME, Says.DATA_CHANGES)]
-    loader = {"at": loader_pass.at, "sampler": loader_pass.sampler}
+    loader = {"at": loader_pass.source_line, "sampler": loader_pass.sampler}
     asked = loader_pass.sampler == "DistributedSampler" and loader_pass.shuffle
     if asked or loader_pass.sampler == "RandomSampler":
         return [wrong(NAME, Says.EPOCH_NOT_SET, **loader)]

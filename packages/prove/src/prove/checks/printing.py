@@ -1,6 +1,6 @@
 """Do all ranks print the same lines while they train, apart from the numbers in them?"""
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import plain
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import WARNING, ReportRow, warning
@@ -18,13 +18,13 @@ class Says(Reason):
     )
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    if seen.is_alone:
+def judge(context: CheckContext) -> list[ReportRow]:
+    if context.is_alone:
         return []
-    common = set.intersection(*(set(lines_of(rank)) for rank in seen.records))
+    common = set.intersection(*(set(lines_of(rank)) for rank in context.records))
     if not common:
         return []
-    places = dict(line for line in reversed(lines_of(seen.records[0])) if line in common)
+    places = dict(line for line in reversed(lines_of(context.records[0])) if line in common)
     lines = [
         phrase('"{text}" ({at})', text=text[:50], at=at) for at, text in sorted(places.items())
     ]
@@ -34,7 +34,7 @@ def judge(seen: Seen) -> list[ReportRow]:
 def lines_of(rank: RankRecord) -> list[tuple[str, str]]:
     """Return the source line and the text without numbers of each printed line."""
     lines = [line for line in rank.printed if line.steps_before and line.on_terminal]
-    return [(line.at, NUMBER.sub("#", line.text)) for line in lines]
+    return [(line.source_line, NUMBER.sub("#", line.text)) for line in lines]
 
 
 PLANTED = (

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import LOADING, NO_SET_EPOCH, SAMPLER, amp, iterable, plain
 from prove.judge.loader_passes import (
     NEARLY_ALL,
@@ -153,13 +153,13 @@ class Says(Reason):
     CONTENTS_SPLIT = "{share:.0%} of {seen} samples are shared ({kind})"
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    if not share_one_data_set(seen.records):
+def judge(context: CheckContext) -> list[ReportRow]:
+    if not share_one_data_set(context.records):
         return []
-    data_sets = passes_by_data_set(seen.records)
+    data_sets = passes_by_data_set(context.records)
     if not data_sets:
-        return [row_of_inputs(seen.records)]
-    return [row_of_data_set(seen.records, epochs) for epochs in data_sets]
+        return [row_of_inputs(context.records)]
+    return [row_of_data_set(context.records, epochs) for epochs in data_sets]
 
 
 def row_of_inputs(records: list[RankRecord]) -> ReportRow:
@@ -181,7 +181,7 @@ def row_of_data_set(records: list[RankRecord], epochs: list[list[LoaderPass]]) -
     if not compared_by_index(passes):
         return row_by_content(records, epochs, are_split)
     if are_split:
-        return right(NAME, Says.ROWS_SPLIT, at=passes[0].at, sampler=passes[0].sampler)
+        return right(NAME, Says.ROWS_SPLIT, at=passes[0].source_line, sampler=passes[0].sampler)
     by_epoch = [
         row_by_index(records, ranks_passes, number)
         for number, ranks_passes in enumerate(epochs, start=1)
@@ -272,7 +272,7 @@ def facts_by_content(passes: list[LoaderPass]) -> dict[str, Any]:
     if not first.is_stream and same_dataset(passes):
         kind = phrase("{sampler} is too long to list", sampler=first.sampler)
     seen = len(first.checksums)
-    return {"at": first.at, "sampler": first.sampler, "kind": kind, "seen": seen}
+    return {"at": first.source_line, "sampler": first.sampler, "kind": kind, "seen": seen}
 
 
 def draw_alike(passes: list[LoaderPass]) -> bool:

@@ -2,11 +2,11 @@
 
 import re
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import plain
-from prove.judge.ends import error_is
+from prove.judge.rank_exits import error_is
+from prove.judge.rank_steps import parameter_names
 from prove.judge.reasons import Heading, Reason
-from prove.judge.steps import parameter_names
 from prove.judge.table import WARNING, ReportRow, warning, wrong
 from prove.judge.wording import phrase
 from prove.rank_record import DDPRecord
@@ -37,14 +37,15 @@ class Says(Reason):
     )
 
 
-def judge_end(seen: Seen) -> list[ReportRow]:
+def judge_end(context: CheckContext) -> list[ReportRow]:
     """Report that DDP itself raised an error on a rank, because parameters were unused."""
-    stopped = [rank for rank in seen.records if error_is(rank, REDUCTION_STOPPED)]
-    if seen.is_alone or not stopped or (error := stopped[0].error) is None:
+    stopped = [rank for rank in context.records if error_is(rank, REDUCTION_STOPPED)]
+    if context.is_alone or not stopped or (error := stopped[0].error) is None:
         return []
     unused = [name for ddp in stopped[0].ddps for name in ddp.not_in_last_step]
     facts = {
-        "ranks": [rank.rank for rank in stopped], "steps": stopped[0].step_count, "at": error.at,
+        "ranks": [rank.rank for rank in stopped], "steps": stopped[0].step_count,
+        "at": error.source_line,
         "names": phrase(" ({names})", names=unused) if unused else phrase(""),
     }  # fmt: skip
     return [wrong(NAME, Says.REDUCTION_UNFINISHED, **facts)]
@@ -56,10 +57,10 @@ def rows_of(ddp: DDPRecord) -> list[ReportRow]:
     return [warning(NAME, Says.PARAMETERS_UNUSED, names=unused)] if unused and ddp.forwards else []
 
 
-def judge_steps(seen: Seen) -> list[ReportRow]:
+def judge_steps(context: CheckContext) -> list[ReportRow]:
     """Report parameters that have a gradient on some ranks only."""
-    for step in seen.steps:
-        local = step.by_parameter("local_gradients")
+    for step in context.steps:
+        local = step.by_parameter(lambda of_rank: of_rank.local_gradients)
         without = [
             tuple(gradient is None for gradient in ranks_gradients) for ranks_gradients in local
         ]
@@ -69,7 +70,7 @@ def judge_steps(seen: Seen) -> list[ReportRow]:
             facts = {
                 "names": parameter_names(step.optimizer, numbers),
                 "ranks": [rank for rank, has_none in enumerate(mixed) if not has_none],
-                "step": step.number, "at": step.at,
+                "step": step.step_number, "at": step.source_line,
             }  # fmt: skip
             return [warning(NAME, Says.PARAMETERS_OF_SOME, **facts)]
     return []

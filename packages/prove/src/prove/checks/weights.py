@@ -6,10 +6,10 @@ All weights that change are compared, whether an optimizer or the script itself 
 from typing import NamedTuple
 
 from prove.checks import zero_gradients
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import AVERAGE, LOSS, NO_DDP, STEP, amp, own_step, plain
+from prove.judge.rank_steps import StepOfRanks, differ
 from prove.judge.reasons import Heading, Reason
-from prove.judge.steps import StepOfRanks, differ
 from prove.judge.table import WRONG, ReportRow, not_seen, right, warning, wrong
 from prove.judge.wording import phrase
 from prove.rank_record import Projection, RankRecord
@@ -44,24 +44,28 @@ class Says(Reason):
     )
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    if len(seen.records) == 1 or seen.rows_of(zero_gradients.CHECK):
+def judge(context: CheckContext) -> list[ReportRow]:
+    if len(context.records) == 1 or context.rows_of(zero_gradients.CHECK):
         return []
-    if seen.model_is_divided():
+    if context.model_is_divided():
         return [not_seen(NAME, Says.MODEL_IS_DIVIDED)]
-    if not seen.steps:
+    if not context.steps:
         return []
-    weights = [each for each in held_weights(seen.records, seen.steps) if each.moved or each.at]
+    weights = [
+        each
+        for each in held_weights(context.records, context.steps)
+        if each.moved or each.source_line
+    ]
     differing = [each for each in weights if each.differs_at]
     if not differing:
-        return [right(NAME, Says.WEIGHTS_ALIKE, steps=len(seen.steps))]
+        return [right(NAME, Says.WEIGHTS_ALIKE, steps=len(context.steps))]
     for_good = [each for each in differing if not each.agrees_later]
     shown = for_good or differing
     first = min(each.differs_at[0] for each in shown)
     shown = [each for each in shown if each.differs_at[0] == first]
     after = phrase("after step {step}", step=first)
     facts = {
-        "apart": len(shown), "tensors": len(weights), "at": shown[0].at, "step": first,
+        "apart": len(shown), "tensors": len(weights), "at": shown[0].source_line, "step": first,
         "names": [each.name for each in shown],
         "when": after if first else phrase("before the first step"),
     }  # fmt: skip
@@ -80,7 +84,7 @@ class HeldWeights(NamedTuple):
 
     name: str
     in_ddp: bool
-    at: str  # line of its first step
+    source_line: str  # line of its first step
     held: list[tuple[int, tuple[Projection, ...]]]
     unfrozen: str = ""  # line of the DDP that found it frozen and so ignores it
 
@@ -106,7 +110,7 @@ def held_weights(records: list[RankRecord], steps: list[StepOfRanks]) -> list[He
 
     If none of them changes, add the parameters that optimizers hold after each step.
     """
-    places = {key: step.at for step in reversed(steps) for key in step.optimizer.keys}
+    places = {key: step.source_line for step in reversed(steps) for key in step.optimizer.keys}
     in_ddp = {key for ddp in records[0].ddps for key in ddp.keys}
     unfrozen = unfrozen_parameters(records[0])
     common = sorted(set.intersection(*({*rank.weights} for rank in records)))
@@ -128,7 +132,7 @@ def held_weights(records: list[RankRecord], steps: list[StepOfRanks]) -> list[He
 
 def unfrozen_parameters(first: RankRecord) -> dict[str, str]:
     """Return, by key of each parameter that a DDP found frozen, the line that made the DDP."""
-    return {key: ddp.at for ddp in first.ddps for key in ddp.unfrozen}
+    return {key: ddp.source_line for ddp in first.ddps for key in ddp.unfrozen}
 
 
 def held_by_optimizers(steps: list[StepOfRanks], known: set[str]) -> list[HeldWeights]:
@@ -136,14 +140,15 @@ def held_by_optimizers(steps: list[StepOfRanks], known: set[str]) -> list[HeldWe
     found: dict[tuple[int, int], HeldWeights] = {}
     for step in steps:
         optimizer = step.optimizer
-        after, before = step.by_parameter("weights_after"), step.by_parameter("weights_before")
+        after = step.by_parameter(lambda of_rank: of_rank.weights_after)
+        before = step.by_parameter(lambda of_rank: of_rank.weights_before)
         for number, name in enumerate(optimizer.names):
             if optimizer.keys[number] in known:
                 continue
-            begin = [(step.number - 1, before[number])]
-            fresh = HeldWeights(name, number not in optimizer.outside_ddp, step.at, begin)
+            begin = [(step.step_number - 1, before[number])]
+            fresh = HeldWeights(name, number not in optimizer.outside_ddp, step.source_line, begin)
             own = found.setdefault((id(optimizer), number), fresh)
-            own.held.append((step.number, after[number]))
+            own.held.append((step.step_number, after[number]))
     return list(found.values())
 
 

@@ -1,6 +1,6 @@
 """Does each worker of a loader yield different samples?"""
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import iterable
 from prove.checks.samples import LOADER, SHARD_STREAM, data_sets_in_parts, facts_by_content
 from prove.judge.reasons import Heading, Reason
@@ -17,9 +17,9 @@ class Says(Reason):
     )
 
 
-def judge(seen: Seen) -> list[ReportRow]:
+def judge(context: CheckContext) -> list[ReportRow]:
     rows = []
-    for passes in data_sets_in_parts(seen.records):
+    for passes in data_sets_in_parts(context.records):
         first = passes[0]
         of_workers = first.contents[: first.workers]  # workers give batches in turn
         are_alike = all(batch == of_workers[0] for batch in of_workers)

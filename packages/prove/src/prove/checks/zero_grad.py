@@ -1,10 +1,10 @@
 """Are the gradients cleared before each step?"""
 
 from prove.checks import averaged_gradients
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import plain
+from prove.judge.rank_steps import steps_with_old_gradients
 from prove.judge.reasons import Heading, Reason
-from prove.judge.steps import steps_with_old_gradients
 from prove.judge.table import WRONG, ReportRow, wrong
 
 NAME = "zero_grad"
@@ -18,12 +18,20 @@ class Says(Reason):
     )
 
 
-def judge(seen: Seen) -> list[ReportRow]:
+def judge(context: CheckContext) -> list[ReportRow]:
     """Stay silent if averaged_gradients.py already has a row, which is more precise."""
-    kept = steps_with_old_gradients(seen.steps)
-    if not kept or seen.rows_of(averaged_gradients.CHECK):
+    kept = steps_with_old_gradients(context.steps)
+    if not kept or context.rows_of(averaged_gradients.CHECK):
         return []
-    return [wrong(NAME, Says.GRADIENTS_KEPT, steps=len(kept), step=kept[0].number, at=kept[0].at)]
+    return [
+        wrong(
+            NAME,
+            Says.GRADIENTS_KEPT,
+            steps=len(kept),
+            step=kept[0].step_number,
+            at=kept[0].source_line,
+        )
+    ]
 
 
 PLANTED = (

@@ -1,6 +1,6 @@
 """Is every gradient of every step zero, so that nothing is trained?"""
 
-from prove.checks.base import Check, Phase, Seen
+from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import LOSS, plain
 from prove.judge.reasons import Reason
 from prove.judge.table import WRONG, ReportRow, wrong
@@ -15,13 +15,13 @@ class Says(Reason):
     )
 
 
-def judge(seen: Seen) -> list[ReportRow]:
-    optimizers = [optimizer for rank in seen.records for optimizer in rank.optimizers]
+def judge(context: CheckContext) -> list[ReportRow]:
+    optimizers = [optimizer for rank in context.records for optimizer in rank.optimizers]
     steps = [step for optimizer in optimizers for step in optimizer.steps]
     norms = [gradient[1] for step in steps for gradient in step.gradients if gradient]
     if not norms or any(norm != 0 for norm in norms):  # NaN counts as nonzero
         return []
-    return [wrong(NAME, Says.ZERO_GRADIENTS, at=steps[0].at)]
+    return [wrong(NAME, Says.ZERO_GRADIENTS, at=steps[0].source_line)]
 
 
 PLANTED = (

@@ -1,7 +1,7 @@
 """Wait for `import torch` in each process of the user's command, then install the watchers.
 
-Python imports this module at its start. AFTER_TORCH names a folder and a module in it, such as
-/path/to/src:prove.watch.observe, whose install() is called after torch is imported.
+Python imports this module at its start. PROVE_AFTER_TORCH names a folder and a module in it, such
+as /path/to/src:prove.watch.observe, whose install() is called after torch is imported.
 """
 
 import importlib.util
@@ -39,8 +39,8 @@ class AfterTorch:
         return spec
 
 
-if "AFTER_TORCH" in os.environ:
-    sys.meta_path.insert(0, AfterTorch(*os.environ["AFTER_TORCH"].rsplit(":", 1)))
+if "PROVE_AFTER_TORCH" in os.environ:
+    sys.meta_path.insert(0, AfterTorch(*os.environ["PROVE_AFTER_TORCH"].rsplit(":", 1)))
 elsewhere = [path for path in sys.path if path and os.path.abspath(path) != HERE]
 spec = PathFinder.find_spec("sitecustomize", elsewhere)
 if spec and spec.loader:  # run the user's own sitecustomize

@@ -1,8 +1,9 @@
 """Judge the records of the ranks. Read on in this order:
 
-ends.py, loader_passes.py, epoch_ends.py, steps.py    questions that several of prove.checks ask
-replay.py, compare_steps.py, place.py    compare all ranks with one rank
-replay_checks.py, schedule.py, printed_numbers.py, original_epoch.py    other rows of a replay
-reasons.py, replay_reasons.py, wording.py    the words of each verdict
-table.py         the printed rows
+several of prove.checks ask:     rank_exits.py, loader_passes.py, epoch_ends.py, rank_steps.py
+all ranks against one rank:      replay.py, compare_steps.py, first_difference.py
+other rows of a replay:          replay_checks.py, replay_schedule.py, printed_numbers.py,
+                                 original_epoch.py
+the words of each verdict:       reasons.py, replay_reasons.py, wording.py
+the printed rows:                table.py
 """

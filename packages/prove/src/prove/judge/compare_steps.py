@@ -13,26 +13,26 @@ from torch import Tensor
 
 from prove.comparable import precision
 from prove.judge.distances import (
-    apart_by_step,
     are_finite,
     distance,
     factor_between,
     factor_in_words,
     factor_of_moments,
-    gradients_apart,
     has_gradient,
     is_multiple,
-    name_of_farthest,
-    relative_distance,
+    name_of_largest_error,
+    relative_error_by_step,
+    relative_error_of,
+    relative_error_of_projections,
     weights_are_finite,
     weights_differ,
 )
-from prove.judge.place import place_of_difference, place_of_loss
+from prove.judge.first_difference import first_difference, source_line_of_loss
+from prove.judge.rank_steps import differ
 from prove.judge.reasons import Phrase, Reason
 from prove.judge.replay import Precision, Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.steps import differ
-from prove.judge.table import NOT_SEEN, RIGHT, WARNING, WRONG, ProofRow, ReportRow
+from prove.judge.table import NOT_SEEN, RIGHT, WARNING, WRONG, ReplayCheck, ReportRow
 from prove.judge.wording import phrase
 from prove.rank_record import Flag, OptimizerRecord, OptimizerStep, Projection
 
@@ -41,9 +41,9 @@ FLOAT64_WRONG = 1e-4  # a smaller relative error may be rounding that has grown:
 SMALLEST_LENGTH = 1e-12  # a shorter gradient consists of rounding errors
 COARSEST = 0.01  # spacing near 1: bfloat16 has 0.008, coarser numbers tell too little
 FIRST_STEPS = 3  # steps compared by weights when ranks average in or after step()
-FEWEST_STEPS = 2  # with changed weights, because Adam's first step keeps only signs
-WEIGHTS_LIMIT = 1e-5  # relative to a step's change: rounding grows, and Adam magnifies it
-HIDDEN_FACTOR_LIMIT = 1e-2  # relative to a step's change: a factor shows through Adam's epsilon
+MIN_STEPS = 2  # with changed weights, because Adam's first step keeps only signs
+MAX_WEIGHT_ERROR = 1e-5  # relative to a step's change: rounding grows, and Adam magnifies it
+MAX_HIDDEN_FACTOR_ERROR = 1e-2  # relative to it: so much of a factor Adam's epsilon lets through
 
 OF_OTHER_PARAMETERS = (ReplayReason.OTHER_SHAPE, ReplayReason.OTHER_PARAMETERS)
 
@@ -69,7 +69,7 @@ class Comparison:
     reason: Reason
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def row(self, check: ProofRow) -> ReportRow:
+    def row(self, check: ReplayCheck) -> ReportRow:
         return ReportRow(VERDICTS.get(self.outcome, NOT_SEEN), check, self.reason, self.facts)
 
 
@@ -80,10 +80,10 @@ def not_compared(reason: Reason, **facts: Any) -> Comparison:
 class Comparer:
     """Compares the steps of one optimizer on all ranks with those on one rank."""
 
-    def __init__(self, replay: Replay, number: int) -> None:
-        self.replay, self.number = replay, number
-        self.optimizer: OptimizerRecord = replay.observed.optimizers[number]
-        self.gradients = replay.gradients(number)
+    def __init__(self, replay: Replay, optimizer_index: int) -> None:
+        self.replay, self.optimizer_index = replay, optimizer_index
+        self.optimizer: OptimizerRecord = replay.rank_0_record.optimizers[optimizer_index]
+        self.gradients = replay.gradients(optimizer_index)
         self.steps = self.comparable_steps()
 
     @property
@@ -94,11 +94,11 @@ class Comparer:
     def limit(self) -> float:
         """Return the largest relative error that rounding alone can make in equal gradients."""
         spacing = max(map(precision, self.dtypes), default=0.0)  # spacing of numbers near 1
-        sent = 2 * self.replay.observed.exchange_precision
+        sent = 2 * self.replay.rank_0_record.exchange_precision
         if spacing > 1e-6:  # in 16 bits
             return 5e-2
         if spacing > 1e-15:  # in 32 bits
-            uses_autocast = Flag.USES_AUTOCAST in self.replay.observed.flags
+            uses_autocast = Flag.USES_AUTOCAST in self.replay.rank_0_record.flags
             return max(sent, 3e-2 if uses_autocast else 3e-3)
         return max(sent, FLOAT64_LIMIT)
 
@@ -127,18 +127,18 @@ class Comparer:
         return Comparison(Outcome.TOO_CLOSE, reason, facts | {"advice": self.advice})
 
     @property
-    def at(self) -> str:
-        return self.optimizer.steps[0].at
+    def source_line(self) -> str:
+        return self.optimizer.steps[0].source_line
 
     def comparable_steps(self) -> list[tuple[OptimizerStep, OptimizerStep]]:
         """Pair the steps of all ranks with those of one, until local batches differ in size."""
         steps = []
-        for n, (ranks_step, one_step) in enumerate(self.replay.steps(self.number)):
+        for n, (ranks_step, one_step) in enumerate(self.replay.steps(self.optimizer_index)):
             own = [
-                record.optimizers[self.number].steps[n]
+                record.optimizers[self.optimizer_index].steps[n]
                 for record in self.replay.records
-                if self.number < len(record.optimizers)
-                and n < len(record.optimizers[self.number].steps)
+                if self.optimizer_index < len(record.optimizers)
+                and n < len(record.optimizers[self.optimizer_index].steps)
             ]
             sizes = {step.batch_size for step in own}
             if len(sizes) > 1 or not one_step.weights_after or not ranks_step.weights_after:
@@ -153,26 +153,31 @@ class Comparer:
         one_gradient = torch.cat([pair.one_gradient for pair in self.gradients])
         # Both norms are 0 if the loss does not depend on the parameters yet.
         length = float(one_gradient.norm() or ranks_gradient.norm())
-        apart = float((ranks_gradient - one_gradient).norm()) / (length or 1.0)
-        if (apart > self.limit or not length) and self.averages_later:
-            return self.compare_by_weights(apart)
-        if apart <= self.limit:
-            return self.compare_weights(apart)
-        return self.compare_by_gradient(apart, ranks_gradient, one_gradient)
+        relative_error = float((ranks_gradient - one_gradient).norm()) / (length or 1.0)
+        if (relative_error > self.limit or not length) and self.averages_later:
+            return self.compare_by_weights(relative_error)
+        if relative_error <= self.limit:
+            return self.compare_weights(relative_error)
+        return self.compare_by_gradient(relative_error, ranks_gradient, one_gradient)
 
     def compare_by_gradient(
-        self, apart: float, ranks_gradient: Tensor, one_gradient: Tensor
+        self, relative_error: float, ranks_gradient: Tensor, one_gradient: Tensor
     ) -> Comparison:
-        at = place_of_loss(self.replay) or self.at
-        facts = {"apart": apart, "step": 1, "at": at, "place": place_of_difference(self.replay)}
-        if apart <= self.wrong_from:
+        at = source_line_of_loss(self.replay) or self.source_line
+        facts = {
+            "apart": relative_error,
+            "step": 1,
+            "at": at,
+            "place": first_difference(self.replay),
+        }
+        if relative_error <= self.wrong_from:
             return self.too_close(facts)
         return self.cause_of_other_gradient(ranks_gradient, one_gradient, facts)
 
     @property
     def averages_later(self) -> bool:
         """Do the ranks average in step() or after it, so that their gradients differ before it?"""
-        own = self.replay.own_steps(self.number)
+        own = self.replay.own_steps(self.optimizer_index)
         first = next(
             (ranks_steps for ranks_steps in own if any(map(has_gradient, ranks_steps))), ()
         )
@@ -189,9 +194,11 @@ class Comparer:
             and not any(map(weights_differ, befores))
         )
 
-    def compare_by_weights(self, apart: float) -> Comparison:
+    def compare_by_weights(self, relative_error: float) -> Comparison:
         """Compare the weights that the first steps leave behind for the next ones."""
-        inside = any(step.exchanges_inside for step in self.replay.own_steps(self.number)[0])
+        inside = any(
+            step.exchanges_inside for step in self.replay.own_steps(self.optimizer_index)[0]
+        )
         states = [tuple(map(self.weights_before, pair)) for pair in self.steps]
         if inside:
             states.append(
@@ -200,25 +207,31 @@ class Comparer:
         else:
             states += self.states_after_last_step()
         states = [*takewhile(lambda state: all(map(are_finite, state)), states)]
-        by_step = apart_by_step(states)
-        facts: dict[str, Any] = {"apart": apart, "steps": len(by_step), "at": self.at}
-        if len(by_step) < FEWEST_STEPS:
+        error_by_step = relative_error_by_step(states)
+        facts: dict[str, Any] = {
+            "apart": relative_error,
+            "steps": len(error_by_step),
+            "at": self.source_line,
+        }
+        if len(error_by_step) < MIN_STEPS:
             return not_compared(ReplayReason.TOO_FEW_STEPS, **facts)
-        first = max(list(by_step.values())[:FIRST_STEPS])
-        factor = factor_of_moments(self.steps[0]) if first <= HIDDEN_FACTOR_LIMIT else None
+        first = max(list(error_by_step.values())[:FIRST_STEPS])
+        factor = factor_of_moments(self.steps[0]) if first <= MAX_HIDDEN_FACTOR_ERROR else None
         if factor is not None:
             facts |= {"factor": factor, "times": factor_in_words(factor, len(self.replay.records))}
             facts["weights_apart"] = first
             return Comparison(Outcome.MEANT_SO, ReplayReason.HIDDEN_FACTOR, facts)
-        step = next((n for n, value in by_step.items() if value > self.wrong_from), max(by_step))
-        facts |= {"weights_apart": max(by_step.values()), "step": step}
-        if facts["weights_apart"] <= max(WEIGHTS_LIMIT, self.limit):
+        step = next(
+            (n for n, value in error_by_step.items() if value > self.wrong_from), max(error_by_step)
+        )
+        facts |= {"weights_apart": max(error_by_step.values()), "step": step}
+        if facts["weights_apart"] <= max(MAX_WEIGHT_ERROR, self.limit):
             return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_AFTER_STEP, facts)
         if facts["weights_apart"] <= self.wrong_from:
             return self.too_close(facts | {"apart": facts["weights_apart"]})
         facts |= {
-            "weights_apart": by_step[step],
-            "most_in": name_of_farthest(self.optimizer.names, *states[step]),
+            "weights_apart": error_by_step[step],
+            "most_in": name_of_largest_error(self.optimizer.names, *states[step]),
         }
         facts["epoch"] = self.steps[step - 1][0].epoch
         reason = ReplayReason.STEP_DIFFERS if inside else ReplayReason.AVERAGED_WEIGHTS_DIFFER
@@ -230,7 +243,7 @@ class Comparer:
 
         With several optimizers, nobody knows whose steps changed them.
         """
-        runs, count = (self.replay.observed, self.replay.replayed), len(self.steps)
+        runs, count = (self.replay.rank_0_record, self.replay.one_rank_record), len(self.steps)
         keys = self.optimizer.keys
         stepping = [optimizer for optimizer in runs[0].optimizers if optimizer.steps]
         known = all({*keys} <= run.weights.get(count, {}).keys() for run in runs)
@@ -265,26 +278,26 @@ class Comparer:
 
     def why_not_compared(self) -> Comparison | None:
         """Say why the two runs cannot be compared; return None if they can."""
-        replay, other_shapes = self.replay, self.replay.replayed.other_shapes
+        replay, other_shapes = self.replay, self.replay.one_rank_record.other_shapes
         names = self.optimizer.names
-        if self.number in other_shapes or any(
+        if self.optimizer_index in other_shapes or any(
             pair.shapes[0] != pair.shapes[1] for pair in self.gradients
         ):
-            for parameter, ranks_have, one_has in other_shapes.get(self.number, [])[:1]:
+            for parameter, ranks_have, one_has in other_shapes.get(self.optimizer_index, [])[:1]:
                 name = names[parameter]
                 return not_compared(
                     ReplayReason.OTHER_SHAPE, name=name, of_ranks=ranks_have, of_one=one_has
                 )
             return not_compared(ReplayReason.OTHER_PARAMETERS)
-        if kinds := replay.observed.not_comparable or replay.replayed.not_comparable:
-            return not_compared(ReplayReason.TENSOR_KIND, kinds=kinds, at=self.at)
+        if kinds := replay.rank_0_record.not_comparable or replay.one_rank_record.not_comparable:
+            return not_compared(ReplayReason.TENSOR_KIND, kinds=kinds, at=self.source_line)
         if not self.gradients:
             return not_compared(ReplayReason.NO_GRADIENTS)
-        if Flag.BATCHNORM_ROWS_UNKNOWN in replay.replayed.flags:
+        if Flag.BATCHNORM_ROWS_UNKNOWN in replay.one_rank_record.flags:
             return not_compared(ReplayReason.BATCHNORM_ROWS)
         if max(map(precision, self.dtypes)) > COARSEST:
             kinds = sorted(map(str, self.dtypes))
-            return not_compared(ReplayReason.TENSOR_KIND, kinds=kinds, at=self.at)
+            return not_compared(ReplayReason.TENSOR_KIND, kinds=kinds, at=self.source_line)
         if self.dtypes != {pair.dtypes[1] for pair in self.gradients}:
             one_has = sorted({str(pair.dtypes[1]) for pair in self.gradients})
             ranks_have = sorted(map(str, self.dtypes))
@@ -297,13 +310,13 @@ class Comparer:
             tensor for pair in self.gradients for tensor in (pair.ranks_gradient, pair.one_gradient)
         ]
         if not all(bool(tensor.isfinite().all()) for tensor in both):
-            return not_compared(ReplayReason.NOT_FINITE, step=1, at=self.at)
+            return not_compared(ReplayReason.NOT_FINITE, step=1, at=self.source_line)
         length = max(float(tensor.norm()) for tensor in both)
         later = any(has_gradient(step) for pair in self.steps for step in pair)
         if length == 0 and not later:
             return not_compared(ReplayReason.NOTHING_TO_COMPARE)
         if 0 < length < SMALLEST_LENGTH:
-            return not_compared(ReplayReason.TOO_SHORT, length=length, at=self.at)
+            return not_compared(ReplayReason.TOO_SHORT, length=length, at=self.source_line)
         return None
 
     def cause_of_other_gradient(
@@ -315,10 +328,10 @@ class Comparer:
         ]
         factors = [factor_between(pair) for pair in known]
         names = self.optimizer.names
-        farthest = max(self.gradients, key=relative_distance)
+        farthest = max(self.gradients, key=relative_error_of)
         facts = facts | {
             "most_in": names[farthest.parameter],
-            "shares": {names[pair.parameter]: relative_distance(pair) for pair in self.gradients},
+            "shares": {names[pair.parameter]: relative_error_of(pair) for pair in self.gradients},
         }
         if known:
             factor = sorted(factors)[len(factors) // 2]
@@ -331,7 +344,7 @@ class Comparer:
                 facts |= {"agreeing": len(agreeing), "parameters": len(known)}
                 is_all = len(agreeing) == len(known)
                 is_one_nth = abs(factor * len(self.replay.records) - 1) < 1e-3
-                reduced_at = self.replay.observed.flags.get(Flag.REDUCES_WITHOUT_BACKWARD)
+                reduced_at = self.replay.rank_0_record.flags.get(Flag.REDUCES_WITHOUT_BACKWARD)
                 if is_all and is_one_nth and reduced_at:
                     facts |= {"reduced_at": reduced_at}
                     return Comparison(Outcome.DIFFERENT, ReplayReason.ONE_NTH_OF_A_SUM, facts)
@@ -344,14 +357,14 @@ class Comparer:
     def reason_of_difference(self) -> Reason:
         if self.optimizer.compares_changes:
             return ReplayReason.CHANGE_DIFFERS
-        gathers = [call for call in self.replay.observed.collectives if "gather" in call.name]
+        gathers = [call for call in self.replay.rank_0_record.collectives if "gather" in call.name]
         if any(not call.library and not call.name.endswith("object") for call in gathers):
             return ReplayReason.GRADIENT_DIFFERS_GATHER
         return ReplayReason.GRADIENT_DIFFERS
 
-    def compare_weights(self, apart: float) -> Comparison:
+    def compare_weights(self, relative_error: float) -> Comparison:
         """Compare the weights after the last step with those of one rank."""
-        facts = {"apart": apart, "at": self.at, "limit": self.limit}
+        facts = {"apart": relative_error, "at": self.source_line, "limit": self.limit}
         if not self.steps:
             return Comparison(Outcome.EQUAL, ReplayReason.FIRST_GRADIENT_EQUAL, facts)
         steps = list(takewhile(weights_are_finite, self.steps))
@@ -362,27 +375,30 @@ class Comparer:
         else:
             afters = [[own.weights_after for own in pair] for pair in steps]
         change = distance(steps[-1][0].weights_after, steps[0][0].weights_before) or 1.0
-        weights_apart = [distance(*after) / change for after in afters]
-        facts |= {"steps": len(steps), "weights_apart": weights_apart[-1]}
+        weight_errors = [distance(*after) / change for after in afters]
+        facts |= {"steps": len(steps), "weights_apart": weight_errors[-1]}
         # A rounding error grows from step to step, and Adam divides by small gradients.
         if self.limit > FLOAT64_LIMIT:
-            return self.compare_less_precisely(steps, weights_apart[-1], facts)
-        if weights_apart[-1] <= 1e-5:
+            return self.compare_less_precisely(steps, weight_errors[-1], facts)
+        if weight_errors[-1] <= 1e-5:
             return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_TO_ONE, facts)
-        return self.cause_of_other_weights(steps, weights_apart, facts)
+        return self.cause_of_other_weights(steps, weight_errors, facts)
 
     def compare_less_precisely(
-        self, steps: list[tuple[OptimizerStep, OptimizerStep]], apart: float, facts: dict[str, Any]
+        self,
+        steps: list[tuple[OptimizerStep, OptimizerStep]],
+        relative_error: float,
+        facts: dict[str, Any],
     ) -> Comparison:
         """Compare later steps: a jump between two steps is a mistake, slow growth is rounding."""
         before = 0.0
         for n, (ranks_step, one_step) in enumerate(steps, start=1):
-            now = gradients_apart(ranks_step.gradients, one_step.gradients)
-            if now > max(self.wrong_from, 30 * before):
-                facts |= {"step": n, "apart": now, "epoch": ranks_step.epoch}
+            gradient_error = relative_error_of_projections(ranks_step.gradients, one_step.gradients)
+            if gradient_error > max(self.wrong_from, 30 * before):
+                facts |= {"step": n, "apart": gradient_error, "epoch": ranks_step.epoch}
                 return self.other_later_gradient(facts, ranks_step, one_step)
-            before = max(before, now)
-        if apart <= self.limit:
+            before = max(before, gradient_error)
+        if relative_error <= self.limit:
             return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_LESS_PRECISE, facts)
         facts |= {"advice": self.advice}
         return Comparison(Outcome.TOO_CLOSE, ReplayReason.LITTLE_PRECISION, facts)
@@ -393,52 +409,52 @@ class Comparer:
         batches = (ranks_step.epoch, ranks_step.batch), (one_step.epoch, one_step.batch)
         if batches[0] == batches[1] or self.replay.is_of_original:
             gradients = ranks_step.gradients, one_step.gradients
-            facts |= {"most_in": name_of_farthest(self.optimizer.names, *gradients)}
+            facts |= {"most_in": name_of_largest_error(self.optimizer.names, *gradients)}
             before = distance(ranks_step.weights_before, one_step.weights_before)
             change = distance(ranks_step.weights_after, self.steps[0][0].weights_before)
             if before > self.wrong_from * change:
                 return Comparison(Outcome.DIFFERENT, ReplayReason.WEIGHTS_CHANGED_BETWEEN, facts)
-            facts |= {"at": place_of_loss(self.replay) or self.at}
+            facts |= {"at": source_line_of_loss(self.replay) or self.source_line}
             return Comparison(Outcome.DIFFERENT, ReplayReason.LATER_GRADIENT_DIFFERS, facts)
-        facts |= {"batch": ranks_step.batch, "other": one_step.batch, "at": ranks_step.at}
+        facts |= {"batch": ranks_step.batch, "other": one_step.batch, "at": ranks_step.source_line}
         return Comparison(Outcome.MEANT_SO, ReplayReason.OTHER_BATCH, facts)
 
     def cause_of_other_weights(
         self,
         steps: list[tuple[OptimizerStep, OptimizerStep]],
-        weights_apart: list[float],
+        weight_errors: list[float],
         facts: dict[str, Any],
     ) -> Comparison:
         """Find why weights differ: a later gradient, magnified rounding, or a mistake."""
-        of_gradients = [
-            gradients_apart(ranks_step.gradients, one_step.gradients)
+        gradient_errors = [
+            relative_error_of_projections(ranks_step.gradients, one_step.gradients)
             for ranks_step, one_step in steps
         ]
-        for n, (gradient_apart, (ranks_step, one_step)) in enumerate(
-            zip(of_gradients, steps, strict=True), start=1
+        for n, (gradient_error, (ranks_step, one_step)) in enumerate(
+            zip(gradient_errors, steps, strict=True), start=1
         ):
-            if gradient_apart > FLOAT64_WRONG:
-                facts |= {"step": n, "apart": gradient_apart, "epoch": steps[n - 1][0].epoch}
+            if gradient_error > FLOAT64_WRONG:
+                facts |= {"step": n, "apart": gradient_error, "epoch": steps[n - 1][0].epoch}
                 return self.other_later_gradient(facts, ranks_step, one_step)
-        adapts = any(optimizer.is_adaptive for optimizer in self.replay.observed.optimizers)
-        if adapts and weights_apart[0] <= 1e-5 and not other_change_between(steps, weights_apart):
+        adapts = any(optimizer.is_adaptive for optimizer in self.replay.rank_0_record.optimizers)
+        if adapts and weight_errors[0] <= 1e-5 and not other_change_between(steps, weight_errors):
             # A bias whose gradient is only rounding (before BatchNorm, in attention's keys) grows
             # from step to step, because the optimizer divides by that gradient. A mistake between
             # two steps would show in the gradient of the second.
-            facts |= {"gradients_apart": max(of_gradients), "first_apart": weights_apart[0]}
+            facts |= {"gradients_apart": max(gradient_errors), "first_apart": weight_errors[0]}
             return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_BUT_ROUNDING, facts)
-        if max(weights_apart) <= FLOAT64_WRONG:
-            return self.too_close(facts | {"step": len(steps), "apart": max(weights_apart)})
-        step = next(n for n, far in enumerate(weights_apart) if far > FLOAT64_WRONG)
+        if max(weight_errors) <= FLOAT64_WRONG:
+            return self.too_close(facts | {"step": len(steps), "apart": max(weight_errors)})
+        step = next(n for n, far in enumerate(weight_errors) if far > FLOAT64_WRONG)
         both = [own.weights_after for own in steps[step]]
-        most_in = name_of_farthest(self.optimizer.names, *both)
-        facts |= {"steps": step + 1, "weights_apart": weights_apart[step], "most_in": most_in}
+        most_in = name_of_largest_error(self.optimizer.names, *both)
+        facts |= {"steps": step + 1, "weights_apart": weight_errors[step], "most_in": most_in}
         facts["epoch"] = steps[step][0].epoch
         return Comparison(Outcome.DIFFERENT, ReplayReason.WEIGHTS_OF_ONE_DIFFER, facts)
 
 
 def other_change_between(
-    steps: list[tuple[OptimizerStep, OptimizerStep]], weights_apart: list[float]
+    steps: list[tuple[OptimizerStep, OptimizerStep]], weight_errors: list[float]
 ) -> bool:
     """Does the script change equal weights differently between two steps?
 
@@ -446,17 +462,17 @@ def other_change_between(
     """
     change = distance(steps[-1][0].weights_after, steps[0][0].weights_before) or 1.0
     return any(
-        apart <= 1e-5
+        relative_error <= 1e-5
         and distance(ranks_step.weights_before, one_step.weights_before) > FLOAT64_WRONG * change
-        for apart, (ranks_step, one_step) in zip(weights_apart, steps[1:], strict=False)
+        for relative_error, (ranks_step, one_step) in zip(weight_errors, steps[1:], strict=False)
     )
 
 
 def comparisons(replay: Replay) -> list[Comparison]:
     """One Comparison per optimizer that stepped."""
-    optimizers = replay.observed.optimizers
+    optimizers = replay.rank_0_record.optimizers
     numbers = [n for n, optimizer in enumerate(optimizers) if optimizer.steps]
-    compared = [Comparer(replay, number).compare() for number in numbers]
+    compared = [Comparer(replay, optimizer_index).compare() for optimizer_index in numbers]
     in_modules = [n for n in numbers if any(optimizers[n].keys)]
     if in_modules:  # other optimizers may hold each rank's part of the master weights
         compared = [
@@ -466,7 +482,7 @@ def comparisons(replay: Replay) -> list[Comparison]:
         ]
     if all(each.reason in OF_OTHER_PARAMETERS for each in compared):
         compared_outputs = compare_by_model(
-            replay, compared[0].facts.get("at", optimizers[numbers[0]].at)
+            replay, compared[0].facts.get("at", optimizers[numbers[0]].source_line)
         )
         compared = [compared_outputs] if compared_outputs else compared
     is_zero = [each.reason == ReplayReason.NOTHING_TO_COMPARE for each in compared]
@@ -481,25 +497,30 @@ def compare_by_model(replay: Replay, at: str) -> Comparison | None:
 
     This is needed where the optimizer of each rank holds only the parameters that the rank owns.
     """
-    ranks_weights, one_weights = replay.observed.weights, replay.replayed.weights
+    ranks_weights, one_weights = replay.rank_0_record.weights, replay.one_rank_record.weights
     counts = sorted(ranks_weights.keys() & one_weights.keys())
     keys = [key for key in ranks_weights.get(0, {}) if key in one_weights.get(0, {})]
     states = [
         [[run[count][key] for key in keys] for run in (ranks_weights, one_weights)]
         for count in counts
     ]
-    by_step = apart_by_step(states)
-    if len(by_step) < FEWEST_STEPS or distance(*states[0]) > 0:
+    error_by_step = relative_error_by_step(states)
+    if len(error_by_step) < MIN_STEPS or distance(*states[0]) > 0:
         return None
-    apart = max(by_step.values())
-    facts = {"steps": len(by_step), "weights_apart": apart, "apart": apart, "at": at}
-    if apart <= WEIGHTS_LIMIT:
+    relative_error = max(error_by_step.values())
+    facts = {
+        "steps": len(error_by_step),
+        "weights_apart": relative_error,
+        "apart": relative_error,
+        "at": at,
+    }
+    if relative_error <= MAX_WEIGHT_ERROR:
         return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_AFTER_STEP, facts)
-    if apart <= HIDDEN_FACTOR_LIMIT:
+    if relative_error <= MAX_HIDDEN_FACTOR_ERROR:
         return None
-    step = next(n for n, value in by_step.items() if value > HIDDEN_FACTOR_LIMIT)
-    most_in = name_of_farthest(keys, *states[step]).partition(": ")[2]
-    facts |= {"step": step, "most_in": most_in, "weights_apart": by_step[step]}
+    step = next(n for n, value in error_by_step.items() if value > MAX_HIDDEN_FACTOR_ERROR)
+    most_in = name_of_largest_error(keys, *states[step]).partition(": ")[2]
+    facts |= {"step": step, "most_in": most_in, "weights_apart": error_by_step[step]}
     return Comparison(Outcome.DIFFERENT, ReplayReason.STEP_DIFFERS, facts)
 
 
@@ -509,10 +530,10 @@ def one_of_each(compared: list[Comparison]) -> list[Comparison]:
     for each in compared:
         key = (each.outcome, each.reason, each.facts.get("at"), each.facts.get("times"))
         groups.setdefault(key, []).append(each)
-    return [max(group, key=apart_of) for group in groups.values()]
+    return [max(group, key=relative_error_in) for group in groups.values()]
 
 
-def apart_of(compared: Comparison) -> float:
+def relative_error_in(compared: Comparison) -> float:
     return float(compared.facts.get("apart", 0.0))
 
 
@@ -520,5 +541,5 @@ def worst(compared: list[Comparison]) -> Outcome:
     return min((each.outcome for each in compared), key=list(Outcome).index)
 
 
-def farthest(compared: list[Comparison]) -> float:
-    return max(map(apart_of, compared), default=0.0)
+def largest_relative_error(compared: list[Comparison]) -> float:
+    return max(map(relative_error_in, compared), default=0.0)

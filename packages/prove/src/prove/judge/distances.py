@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+from prove.judge.rank_steps import differ
 from prove.judge.replay import Gradients
-from prove.judge.steps import differ
 from prove.rank_record import OptimizerStep, Projection
 
 Projections = Sequence[Projection | None]
@@ -20,7 +20,7 @@ def distance(projections: list, others: list) -> float:
     return float(sum((value - other) ** 2 for (value, _), (other, _) in pairs) ** 0.5)
 
 
-def apart_by_step(states: Sequence[Sequence[list[Projection]]]) -> dict[int, float]:
+def relative_error_by_step(states: Sequence[Sequence[list[Projection]]]) -> dict[int, float]:
     """Return the distance of both runs' weights after each step, relative to the step's change.
 
     Steps that change nothing are left out. `states` holds the weights of all ranks and of one rank
@@ -33,14 +33,14 @@ def apart_by_step(states: Sequence[Sequence[list[Projection]]]) -> dict[int, flo
     }
 
 
-def name_of_farthest(names: list[str], projections: Projections, others: Projections) -> str:
+def name_of_largest_error(names: list[str], projections: Projections, others: Projections) -> str:
     """Name the tensor whose projections are farthest apart."""
     pairs = zip(projections, others, strict=False)
     far = [abs(own[0] - other[0]) if own and other else 0.0 for own, other in pairs]
     return names[far.index(max(far))]
 
 
-def gradients_apart(gradients: list, others: list) -> float:
+def relative_error_of_projections(gradients: list, others: list) -> float:
     """Measure the relative error of two gradients by their projections."""
     pairs = zip(gradients, others, strict=False)
     known = [pair for pair in pairs if None not in pair]
@@ -48,7 +48,7 @@ def gradients_apart(gradients: list, others: list) -> float:
     return distance([own for own, _ in known], [other for _, other in known]) / (length or 1.0)
 
 
-def relative_distance(pair: Gradients) -> float:
+def relative_error_of(pair: Gradients) -> float:
     return float(
         (pair.ranks_gradient - pair.one_gradient).norm() / (pair.one_gradient.norm() + 1e-30)
     )
@@ -92,7 +92,7 @@ def factor_of_moments(pair: tuple[OptimizerStep, OptimizerStep]) -> float | None
     Adam's weights hide such a factor, but its moments show it. Returns None if there is no factor,
     or not the same one for all parameters.
     """
-    for name in {name for moments in pair[0].moments for name in moments}:
+    for name in sorted({name for moments in pair[0].moments for name in moments}):  # exp_avg first
         both = [
             (own[name], one[name])
             for own, one in zip(pair[0].moments, pair[1].moments, strict=False)

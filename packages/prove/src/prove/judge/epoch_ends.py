@@ -58,7 +58,7 @@ def stop_together(outcome: RunOutcome) -> bool:
 
 def steps_of_epoch(record: RankRecord, loader_pass: LoaderPass) -> int:
     """Count the steps until the next epoch, including the last one before a `break`."""
-    later = record.loader_passes[loader_pass.number + 1 :]
+    later = record.loader_passes[loader_pass.pass_index + 1 :]
     ends = [
         each.steps_before for each in later if each.dataset_number == loader_pass.dataset_number
     ]

@@ -59,8 +59,8 @@ def epochs_of_data_set(records: list[RankRecord]) -> list[list[LoaderPass]]:
 def place_of(loader_pass: LoaderPass, number: int) -> str | dict[str, Any]:
     """Say where the loader was made; `number` counts the passes over its data set."""
     if number == 1:
-        return loader_pass.at
-    return phrase("{at} in pass {number} over it", at=loader_pass.at, number=number)
+        return loader_pass.source_line
+    return phrase("{at} in pass {number} over it", at=loader_pass.source_line, number=number)
 
 
 def same_on_all_ranks(passes: list[LoaderPass], *fields: str) -> bool:
@@ -144,7 +144,7 @@ def compute_the_same(records: list[RankRecord], passes: list[LoaderPass]) -> boo
     if not records[0].dropout and gradients and all(gradients):
         pairs = zip(*gradients, strict=False)
         return all(max(values) - min(values) <= 1e-9 * max(map(abs, values)) for values in pairs)
-    numbers = [own.number for own in passes] or [0] * len(records)
+    numbers = [own.pass_index for own in passes] or [0] * len(records)
     inputs = [
         [call.checksum for call in rank.model_calls if call.batch[0] == number or not passes]
         for rank, number in zip(records, numbers, strict=True)

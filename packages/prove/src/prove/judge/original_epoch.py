@@ -2,7 +2,7 @@
 
 from prove.judge.loader_passes import rows_are_split, trained_loader_passes
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.table import ProofRow, ReportRow, not_seen, right, warning
+from prove.judge.table import ReplayCheck, ReportRow, not_seen, right, warning
 from prove.rank_record import RankRecord
 
 
@@ -11,12 +11,12 @@ def original_epoch_rows(records: list[RankRecord], original: RankRecord) -> list
 
     The replay gave the original the batches of the ranks, but its loader has its own length.
     """
-    check, passes = ProofRow.EPOCH_OF_ORIGINAL, trained_loader_passes(records)
+    check, passes = ReplayCheck.EPOCH_OF_ORIGINAL, trained_loader_passes(records)
     passes_of_original = [each for each in original.loader_passes if each.step_count]
     if not passes or not passes_of_original:
         return []
     compared = (passes_of_original[0], *passes[0])
-    unknown = [each.at for each in compared if each.batches_and_samples is None]
+    unknown = [each.source_line for each in compared if each.batches_and_samples is None]
     if unknown:
         return [not_seen(check, ReplayReason.ORIGINAL_WITHOUT_LENGTH, at=unknown[0])]
     known = [epoch for each in compared if (epoch := each.batches_and_samples)]
@@ -26,7 +26,7 @@ def original_epoch_rows(records: list[RankRecord], original: RankRecord) -> list
     lengths = {
         "samples": samples, "batches": batches, "world_size": len(records),
         "samples_of_original": samples_of_original, "batches_of_original": batches_of_original,
-        "at": passes[0][0].at,
+        "at": passes[0][0].source_line,
     }  # fmt: skip
     if samples < samples_of_original:
         return [warning(check, ReplayReason.ORIGINAL_HAS_MORE_SAMPLES, **lengths)]

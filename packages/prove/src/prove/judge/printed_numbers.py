@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from prove.judge.reasons import Phrase
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.table import ProofRow, ReportRow, right, warning
+from prove.judge.table import ReplayCheck, ReportRow, right, warning
 from prove.judge.wording import NUMBER, phrase
 from prove.rank_record import RankRecord
 
@@ -30,7 +30,7 @@ NO_RESULT = re.compile(  # names; a learning rate or an epoch may depend on the 
 UNIT = re.compile(
     r"\s?(?:m?s|secs?|seconds?|min|minutes?|h|hours?|[KMGT]i?B|it|img|\w*/s)\b|\s?%\|"
 )
-FEWEST_DIGITS = 3  # shorter numbers without a known name could agree by chance
+MIN_DIGITS = 3  # shorter numbers without a known name could agree by chance
 
 
 class PrintedNumber(NamedTuple):
@@ -52,13 +52,13 @@ class PrintedNumber(NamedTuple):
         return abs(self.value - other.value) <= limit
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Says where a number stands among all that a run prints."""
 
-    at: str
+    source_line: str
     line: int  # how many lines this source line has printed, with this one
     shape: str  # the line without its numbers
-    number: int  # which number of the line it is
+    position_in_line: int  # which number of the line it is
 
 
 def numbers_in(line: str) -> Iterator[tuple[int, PrintedNumber]]:
@@ -69,34 +69,34 @@ def numbers_in(line: str) -> Iterator[tuple[int, PrintedNumber]]:
     """
     places = [match.start() for match in NUMBER.finditer(line)]
     known = [match.span(2) for match in STATISTIC.finditer(line)]
-    for place, match in enumerate(STATISTIC.finditer(line)):
-        yield -1 - place, PrintedNumber(match[1], match[2], True)
+    for position, match in enumerate(STATISTIC.finditer(line)):
+        yield -1 - position, PrintedNumber(match[1], match[2], True)
     for match in DECIMAL.finditer(line):
         if any(begin <= match.start() < end for begin, end in known):
             continue
         name = NAME.search(line[: match.start()])
         digits = re.sub(r"[eE].*|\D", "", match[0]).lstrip("0")
         is_result = not (name and NO_RESULT.search(name[1])) and not UNIT.match(line, match.end())
-        if is_result and len(digits) >= FEWEST_DIGITS:
-            place = sum(start < match.start() for start in places)
-            yield place, PrintedNumber(name[1] if name else "a number", match[0], False)
+        if is_result and len(digits) >= MIN_DIGITS:
+            position = sum(start < match.start() for start in places)
+            yield position, PrintedNumber(name[1] if name else "a number", match[0], False)
 
 
-def printed_numbers(record: RankRecord) -> dict[Place, PrintedNumber]:
+def printed_numbers(record: RankRecord) -> dict[Position, PrintedNumber]:
     """List what is printed in the first epoch after a step, without learning rates."""
-    numbers: dict[Place, PrintedNumber] = {}
+    numbers: dict[Position, PrintedNumber] = {}
     lines: dict[str, int] = {}
     rates = learning_rates(record)
     for text in record.printed:
         if not text.steps_before or not text.in_first_epoch:
             continue
-        line = lines[text.at] = lines.get(text.at, 0) + 1
+        line = lines[text.source_line] = lines.get(text.source_line, 0) + 1
         shape = NUMBER.sub("#", text.text)
         for number, printed in numbers_in(text.text):
             is_rate = any(abs(printed.value - rate) <= printed.last_digit for rate in rates)
             if printed.is_statistic or not is_rate:
                 shape_of_line = "" if printed.is_statistic else shape
-                numbers[Place(text.at, line, shape_of_line, number)] = printed
+                numbers[Position(text.source_line, line, shape_of_line, number)] = printed
     return numbers
 
 
@@ -106,13 +106,13 @@ def learning_rates(record: RankRecord) -> set[float]:
     return of_steps | {rate for rates in record.rates_after_epochs for rate in rates}
 
 
-def differences(replay: Replay) -> dict[Place, tuple[PrintedNumber, PrintedNumber]]:
+def differences(replay: Replay) -> dict[Position, tuple[PrintedNumber, PrintedNumber]]:
     """Pair the numbers that differ between rank 0 of all ranks and the one rank."""
-    one_numbers = printed_numbers(replay.replayed)
+    one_numbers = printed_numbers(replay.one_rank_record)
     return {
-        place: (number, one_numbers[place])
-        for place, number in printed_numbers(replay.observed).items()
-        if place in one_numbers and not number.is_near(one_numbers[place], 1e-3)
+        position: (number, one_numbers[position])
+        for position, number in printed_numbers(replay.rank_0_record).items()
+        if position in one_numbers and not number.is_near(one_numbers[position], 1e-3)
     }
 
 
@@ -123,31 +123,31 @@ def need_control(replay: Replay) -> bool:
 
 def printed_rows(replay: Replay, control: list[RankRecord] | None = None) -> list[ReportRow]:
     """Compare the printed numbers. control: records of the same ranks, run again on their data."""
-    check, one_numbers = ProofRow.PRINTED_NUMBERS, printed_numbers(replay.replayed)
+    check, one_numbers = ReplayCheck.PRINTED_NUMBERS, printed_numbers(replay.one_rank_record)
     numbers = {
-        place: number for place, number in printed_numbers(replay.observed).items()
-        if place in one_numbers and (number.is_statistic or control)
+        position: number for position, number in printed_numbers(replay.rank_0_record).items()
+        if position in one_numbers and (number.is_statistic or control)
     }  # fmt: skip
     if control:
         again = printed_numbers(control[0])
         unsteady = {
-            (place.at, place.shape, place.number)
-            for place, number in numbers.items()
-            if place not in again or not number.is_near(again[place], 0.0)
+            (position.source_line, position.shape, position.position_in_line)
+            for position, number in numbers.items()
+            if position not in again or not number.is_near(again[position], 0.0)
         }
         numbers = {
-            place: number for place, number in numbers.items()
-            if (place.at, place.shape, place.number) not in unsteady
+            position: number for position, number in numbers.items()
+            if (position.source_line, position.shape, position.position_in_line) not in unsteady
         }  # fmt: skip
     differing: dict[str, dict[str, Any]] = {}  # the first difference of each source line
-    for place, number in numbers.items():
-        one = one_numbers[place]
+    for position, number in numbers.items():
+        one = one_numbers[position]
         if not number.is_near(one, 1e-3):
             facts = {"name": number.name, "of_ranks": number.text, "of_one": one.text}
             difference = phrase(
-                Phrase.PRINTED, world_size=len(replay.records), at=place.at, **facts
+                Phrase.PRINTED, world_size=len(replay.records), at=position.source_line, **facts
             )
-            differing.setdefault(place.at, difference)
+            differing.setdefault(position.source_line, difference)
     if differing:
         return [warning(check, ReplayReason.NUMBERS_DIFFER, numbers=[*differing.values()])]
     return [right(check, ReplayReason.NUMBERS_OF_ONE_RANK, numbers=len(numbers))] if numbers else []

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from prove.comparable import NotComparableError, comparable
-from prove.judge.ends import error_of
+from prove.judge.rank_exits import error_of
 from prove.rank_record import (
     Draw,
     DrawKey,
@@ -58,8 +58,8 @@ class Replay:
 
     def __init__(
         self,
-        observed: RunOutcome,
-        outcome: RunOutcome,
+        observed_outcome: RunOutcome,
+        replay_outcome: RunOutcome,
         folder: str,
         names: tuple[str, str],
         precision: Precision,
@@ -67,38 +67,43 @@ class Replay:
         """Read both runs; `names` are those of the run of all ranks and of the replay."""
         self.name, self.precision = names[1], precision
         self.is_of_original = names[1] == Mode.ORIGINAL
-        self.records = observed.records
-        self.observed = observed.records[0]
-        self.error = error_of(outcome) if outcome.status else ""
-        self.wrote_record = bool(outcome.records)
-        self.replayed = outcome.records[0] if outcome.records else RankRecord()
-        self.stepped = self.replayed.step_count > 0 and self.replayed.ended != Ended.NOT_YET
+        self.records = observed_outcome.records
+        self.rank_0_record = observed_outcome.records[0]
+        self.error = error_of(replay_outcome) if replay_outcome.status else ""
+        self.wrote_record = bool(replay_outcome.records)
+        self.one_rank_record = replay_outcome.records[0] if replay_outcome.records else RankRecord()
+        self.stepped = (
+            self.one_rank_record.step_count > 0 and self.one_rank_record.ended != Ended.NOT_YET
+        )
         ranks_file, one_file = (gradients_file(folder, name, 0) for name in names)
         self.ranks_gradients = load_gradients(ranks_file)
         self.one_gradients: dict = {}
         self.batch_decisions: dict[DrawKey, Draw] = {}  # decisions that differ between the ranks
-        self.rows: dict[DrawKey, OneDraw] = {}  # draws that differ by sample
+        self.per_sample_draws: dict[DrawKey, OneDraw] = {}  # draws that differ by sample
         if self.stepped:
             self.one_gradients = load_gradients(one_file)
             tensors = torch.load(tensors_file(folder, names[1], 0), weights_only=False)
-            self.batch_decisions, self.rows = tensors["batch_decisions"], tensors["rows"]
+            self.batch_decisions = tensors["batch_decisions"]
+            self.per_sample_draws = tensors["per_sample_draws"]
 
-    def steps(self, number: int) -> list[tuple[OptimizerStep, OptimizerStep]]:
+    def steps(self, optimizer_index: int) -> list[tuple[OptimizerStep, OptimizerStep]]:
         """Pair the steps of an optimizer: those of all ranks with those of one rank."""
-        runs = self.observed, self.replayed
-        if any(number >= len(run.optimizers) for run in runs):
+        runs = self.rank_0_record, self.one_rank_record
+        if any(optimizer_index >= len(run.optimizers) for run in runs):
             return []
-        return list(zip(*(run.optimizers[number].steps for run in runs), strict=False))
+        return list(zip(*(run.optimizers[optimizer_index].steps for run in runs), strict=False))
 
-    def own_steps(self, number: int) -> list[tuple[OptimizerStep, ...]]:
+    def own_steps(self, optimizer_index: int) -> list[tuple[OptimizerStep, ...]]:
         """List the steps of an optimizer, each as every rank has made it."""
-        records = [rank for rank in self.records if number < len(rank.optimizers)]
-        return list(zip(*(rank.optimizers[number].steps for rank in records), strict=False))
+        records = [rank for rank in self.records if optimizer_index < len(rank.optimizers)]
+        return list(
+            zip(*(rank.optimizers[optimizer_index].steps for rank in records), strict=False)
+        )
 
-    def gradients(self, number: int) -> list[Gradients]:
+    def gradients(self, optimizer_index: int) -> list[Gradients]:
         """Read the gradients of the first step of an optimizer."""
         both = (self.ranks_gradients, self.one_gradients)
-        tensors = zip(*(gradients.get(number, []) for gradients in both), strict=False)
+        tensors = zip(*(gradients.get(optimizer_index, []) for gradients in both), strict=False)
         pairs = []
         for parameter, (ranks_gradient, one_gradient) in enumerate(tensors):
             if ranks_gradient is None or one_gradient is None:
@@ -115,20 +120,24 @@ class Replay:
     def takes_more_batches(self) -> bool:
         """Does one rank take more batches per step, because the script divided accumulation?"""
         if not self.stepped:
-            return self.wrote_record and not self.replayed.step_count and not self.replayed.error
+            return (
+                self.wrote_record
+                and not self.one_rank_record.step_count
+                and not self.one_rank_record.error
+            )
         ranks_batches, one_batches = (
             [optimizer.steps[0].batch for optimizer in run.optimizers if optimizer.steps]
-            for run in (self.observed, self.replayed)
+            for run in (self.rank_0_record, self.one_rank_record)
         )
         backwards, backwards_of_one = (
             sum(backward.steps_before == 0 for backward in run.backwards)
-            for run in (self.observed, self.replayed)
+            for run in (self.rank_0_record, self.one_rank_record)
         )
         later = bool(ranks_batches and one_batches) and one_batches[0] > ranks_batches[0]
         return later or backwards_of_one >= backwards * len(self.records) > 0
 
-    def places_of_draws(self, finding: Finding) -> list[str]:
+    def source_lines_of_draws(self, finding: Finding) -> list[str]:
         """List the lines of draws with this finding, from both runs."""
-        records = [*self.records, self.replayed]
+        records = [*self.records, self.one_rank_record]
         places = [place for record in records for place in record.draws.get(finding, [])]
         return list(dict.fromkeys(places))

@@ -4,12 +4,12 @@ import re
 from typing import Any, NamedTuple
 
 from prove.judge.compare_steps import Comparison, Outcome, not_compared
-from prove.judge.distances import distance, gradients_apart, numbers_differ
+from prove.judge.distances import distance, numbers_differ, relative_error_of_projections
+from prove.judge.rank_steps import differing_statistic
 from prove.judge.reasons import Phrase, Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.steps import differing_statistic
-from prove.judge.table import ProofRow, ReportRow, right, warning
+from prove.judge.table import ReplayCheck, ReportRow, right, warning
 from prove.judge.wording import phrase
 from prove.rank_record import DataFinding, Finding, Flag, RaisedError, RankRecord
 
@@ -24,30 +24,32 @@ SMALL_BATCH = 16  # with fewer values per channel, BatchNorm's statistics are no
 class Reproduction(NamedTuple):
     """How well the ranks reproduced their gradients when they ran again on their own records."""
 
-    apart: float  # the largest relative error of a gradient
+    relative_error: float  # the largest relative error of a gradient
     rank: int
     step: int
-    at: str
+    source_line: str
 
 
-def reproduction(observed: list[RankRecord], control: list[RankRecord]) -> Reproduction | None:
+def reproduction(
+    observed_records: list[RankRecord], control: list[RankRecord]
+) -> Reproduction | None:
     """Measure how well the control reproduces the observed run; None if it made no step."""
-    apart = Reproduction(0.0, 0, 1, "")
-    if len(control) != len(observed):
+    largest = Reproduction(0.0, 0, 1, "")
+    if len(control) != len(observed_records):
         return None
-    for own, again in zip(observed, control, strict=True):
+    for own, again in zip(observed_records, control, strict=True):
         if not again.step_count or again.error:
             return None
         for optimizer, other in zip(own.optimizers, again.optimizers, strict=False):
             pairs = list(zip(optimizer.steps, other.steps, strict=False))
             for n, (step, step_again) in enumerate(pairs, start=1):
-                new = gradients_apart(step.gradients, step_again.gradients)
+                new = relative_error_of_projections(step.gradients, step_again.gradients)
                 if not any(step.gradients):
                     change = distance(step.weights_after, step.weights_before) or 1.0
                     new = distance(step.weights_after, step_again.weights_after) / change
-                if new > apart.apart:
-                    apart = Reproduction(new, own.rank, n, step.at)
-    return apart
+                if new > largest.relative_error:
+                    largest = Reproduction(new, own.rank, n, step.source_line)
+    return largest
 
 
 def is_sum_over_local_batch(replay: Replay, sequence: Replay) -> bool:
@@ -58,10 +60,10 @@ def is_sum_over_local_batch(replay: Replay, sequence: Replay) -> bool:
     """
     sizes = [
         loader_pass.batch_size
-        for loader_pass in replay.observed.loader_passes
+        for loader_pass in replay.rank_0_record.loader_passes
         if loader_pass.step_count
     ]
-    if not sequence.stepped or not sizes or sequence.replayed.own_batch_size != sizes[0]:
+    if not sequence.stepped or not sizes or sequence.one_rank_record.own_batch_size != sizes[0]:
         return False
     steps = sequence.steps(0)
     if not steps:
@@ -81,7 +83,7 @@ def unsure_draws(replay: Replay) -> Comparison | None:
         Finding.NOT_MATCHED: ReplayReason.DRAWS_NOT_MATCHED,
     }
     for finding, reason in reasons.items():
-        if places := replay.places_of_draws(finding):
+        if places := replay.source_lines_of_draws(finding):
             return not_compared(reason, places=places)
     return None
 
@@ -91,10 +93,12 @@ def data_not_given(replay: Replay, compared: list[Comparison]) -> Comparison | N
 
     Then neither a difference nor an agreement means anything. Returns None if all were passed.
     """
-    first, data = replay.replayed, replay.replayed.data
+    first, data = replay.one_rank_record, replay.one_rank_record.data
     different = [each for each in compared if each.outcome == Outcome.DIFFERENT]
     of_all = {
-        DataFinding.TOO_MANY: [at for _, at in replay.observed.data.get(DataFinding.TOO_MANY, [])]
+        DataFinding.TOO_MANY: [
+            at for _, at in replay.rank_0_record.data.get(DataFinding.TOO_MANY, [])
+        ]
     }
     if not different:
         changed = places_until(first, DataFinding.CHANGED, None)
@@ -118,7 +122,10 @@ def data_not_given(replay: Replay, compared: list[Comparison]) -> Comparison | N
         DataFinding.LOCAL_NUMBER: ReplayReason.LOCAL_NUMBER,
     }
     for finding, reason in reasons.items():
-        if finding == DataFinding.LATE_INPUT and Flag.MODEL_RETURNS_LOSS in replay.observed.flags:
+        if (
+            finding == DataFinding.LATE_INPUT
+            and Flag.MODEL_RETURNS_LOSS in replay.rank_0_record.flags
+        ):
             continue  # such a model computes the loss from its inputs
         places = of_all.get(finding) or places_until(first, finding, step)
         if places:
@@ -138,35 +145,35 @@ def places_until(record: RankRecord, finding: DataFinding, step: int | None) -> 
 def by_statistics(replay: Replay, comparison: Comparison) -> Comparison:
     """Explain a difference by a mean over each rank's samples, if its data contain one."""
     tags = places_until(
-        replay.replayed, DataFinding.STATISTIC, int(comparison.facts.get("step", 1))
+        replay.one_rank_record, DataFinding.STATISTIC, int(comparison.facts.get("step", 1))
     )
-    statistics = [each for each in replay.observed.statistics if each.tag in tags]
+    statistics = [each for each in replay.rank_0_record.statistics if each.tag in tags]
     if comparison.outcome != Outcome.DIFFERENT or not statistics:
         return comparison
     first, ranks_statistics = statistics[0], [record.statistics for record in replay.records]
     values = [each.value for own in ranks_statistics for each in own if each.tag == first.tag]
-    facts = comparison.facts | {"name": first.name, "at": first.at, "values": values}
+    facts = comparison.facts | {"name": first.name, "at": first.source_line, "values": values}
     return Comparison(Outcome.DIFFERENT, ReplayReason.STATISTICS_BY_RANK, facts)
 
 
 def missing_before_a_later_epoch(replay: Replay) -> dict[str, Any] | None:
     """Say what the ranks did between two epochs that one rank may have done differently."""
-    if places := replay.places_of_draws(Finding.BETWEEN):
+    if places := replay.source_lines_of_draws(Finding.BETWEEN):
         return phrase(Phrase.DRAWN_BETWEEN, places=places)
-    passes = replay.observed.loader_passes
+    passes = replay.rank_0_record.loader_passes
     trained = {each.dataset_number for each in passes if each.step_count}
     for each in passes:
         is_cut = not each.with_gradients and not each.ended and each.batches_given
         if is_cut and each.dataset_number in trained:
-            return phrase(Phrase.READ_BETWEEN, at=each.at)
+            return phrase(Phrase.READ_BETWEEN, at=each.source_line)
     return None
 
 
 def draws_not_given(replay: Replay, rows: list[ReportRow]) -> Comparison | None:
     """Without a loader, say that the original gets no draws: nobody knows when they are due."""
-    of_draws = (ProofRow.RANDOM_DECISIONS, ProofRow.RANDOM_NUMBERS)
+    of_draws = (ReplayCheck.RANDOM_DECISIONS, ReplayCheck.RANDOM_NUMBERS)
     places = [at for row in rows if row.check in of_draws for at in row.facts["places"]]
-    if not places or any(each.step_count for each in replay.observed.loader_passes):
+    if not places or any(each.step_count for each in replay.rank_0_record.loader_passes):
         return None
     return not_compared(ReplayReason.DRAWS_NOT_GIVEN, places=places)
 
@@ -174,13 +181,13 @@ def draws_not_given(replay: Replay, rows: list[ReportRow]) -> Comparison | None:
 def draw_rows(replay: Replay) -> list[ReportRow]:
     """Judge the random numbers that the ranks draw inside a step."""
     rows = decision_rows(replay)
-    same = replay.places_of_draws(Finding.SAME_NOISE)
-    of_dropout = replay.observed.dropout  # dropout has its own row
-    by_sample = [at for at in replay.places_of_draws(Finding.BY_SAMPLE) if at not in same]
+    same = replay.source_lines_of_draws(Finding.SAME_NOISE)
+    of_dropout = replay.rank_0_record.dropout  # dropout has its own row
+    by_sample = [at for at in replay.source_lines_of_draws(Finding.BY_SAMPLE) if at not in same]
     if places := [at for at in same if at not in of_dropout]:
-        rows.append(warning(ProofRow.RANDOM_NUMBERS, ReplayReason.SAME_NOISE, places=places))
+        rows.append(warning(ReplayCheck.RANDOM_NUMBERS, ReplayReason.SAME_NOISE, places=places))
     elif places := by_sample:
-        rows.append(right(ProofRow.RANDOM_NUMBERS, ReplayReason.NOISE_BY_SAMPLE, places=places))
+        rows.append(right(ReplayCheck.RANDOM_NUMBERS, ReplayReason.NOISE_BY_SAMPLE, places=places))
     return rows
 
 
@@ -189,12 +196,12 @@ def decision_rows(replay: Replay) -> list[ReportRow]:
 
     They may be a share, such as mixup's, or decide a branch; only the distribution's name can tell.
     """
-    check, places = ProofRow.RANDOM_DECISIONS, replay.places_of_draws(Finding.DECISION)
+    check, places = ReplayCheck.RANDOM_DECISIONS, replay.source_lines_of_draws(Finding.DECISION)
     names: dict[str, set[str]] = {}
     for key in replay.batch_decisions:
-        names.setdefault(key.at, set()).add(key.name)
+        names.setdefault(key.source_line, set()).add(key.name)
     shares = [at for at in places if names.get(at) and names[at] <= DRAWS_OF_SHARES]
-    agreed_first = replay.places_of_draws(Finding.COMMON)
+    agreed_first = replay.source_lines_of_draws(Finding.COMMON)
     agreed = [at for at in places if at not in shares and at in agreed_first]
     decided = [at for at in places if at not in shares and at not in agreed_first]
     rows = []
@@ -209,12 +216,12 @@ def decision_rows(replay: Replay) -> list[ReportRow]:
 
 def batchnorm_rows(replay: Replay, whole_batch_replay: Replay | None) -> list[ReportRow]:
     """Report BatchNorm over local batches, and how much the whole batch would change."""
-    values = smallest_batchnorm(replay.observed)
+    values = smallest_batchnorm(replay.rank_0_record)
     if not values:
         return []
-    facts = {"layers": next(iter(replay.observed.batchnorm)), "values": values}
+    facts = {"layers": next(iter(replay.rank_0_record.batchnorm)), "values": values}
     if whole_batch_replay is None or not whole_batch_replay.stepped:
-        return [right(ProofRow.BATCHNORM, ReplayReason.BATCHNORM_OF_EACH_RANK, **facts)]
+        return [right(ReplayCheck.BATCHNORM, ReplayReason.BATCHNORM_OF_EACH_RANK, **facts)]
     gradients = whole_batch_replay.gradients(0)
     apart = (
         sum(float((pair.ranks_gradient - pair.one_gradient).norm()) ** 2 for pair in gradients)
@@ -222,7 +229,7 @@ def batchnorm_rows(replay: Replay, whole_batch_replay: Replay | None) -> list[Re
     )
     length = sum(float(pair.one_gradient.norm()) ** 2 for pair in gradients) ** 0.5 or 1.0
     return [
-        warning(ProofRow.BATCHNORM, ReplayReason.BATCHNORM_OF_FEW, apart=apart / length, **facts)
+        warning(ReplayCheck.BATCHNORM, ReplayReason.BATCHNORM_OF_FEW, apart=apart / length, **facts)
     ]
 
 
@@ -234,9 +241,9 @@ def smallest_batchnorm(record: RankRecord) -> int:
 def reason_of_failure(error: RaisedError, in_float64: bool) -> Reason:
     """Choose the advice by the words of an error: torch and numpy have no types for these."""
     text = error.message.lower()
-    if error.kind in ("RuntimeError", "TypeError") and re.search(OTHER_DTYPE, text):
+    if error.class_name in ("RuntimeError", "TypeError") and re.search(OTHER_DTYPE, text):
         return ReplayReason.REPLAY_FAILS_BY_DTYPE if in_float64 else ReplayReason.REPLAY_FAILS
-    of_tensors = error.kind in ("RuntimeError", "ValueError", "IndexError")
+    of_tensors = error.class_name in ("RuntimeError", "ValueError", "IndexError")
     if of_tensors and re.search(OTHER_SHAPE, text) and not re.search(OTHER_RANKS, text):
         return ReplayReason.REPLAY_FAILS_BY_SHAPE
     return ReplayReason.REPLAY_FAILS
@@ -244,12 +251,12 @@ def reason_of_failure(error: RaisedError, in_float64: bool) -> Reason:
 
 def why_not_replayed(replay: Replay) -> Comparison | None:
     """Say why a replay failed; return None if it did not. A failure is no verdict."""
-    error, record = replay.replayed.error, replay.replayed
+    error, record = replay.one_rank_record.error, replay.one_rank_record
     if error is not None:
-        if error.kind == "CannotMergeError":
-            return not_compared(ReplayReason.CANNOT_MERGE, what=error.message, at=error.at)
-        facts = {"kind": error.kind, "at": error.at, "message": error.message[:160]}
-        steps = [step for optimizer in replay.observed.optimizers for step in optimizer.steps]
+        if error.class_name == "CannotMergeError":
+            return not_compared(ReplayReason.CANNOT_MERGE, what=error.message, at=error.source_line)
+        facts = {"kind": error.class_name, "at": error.source_line, "message": error.message[:160]}
+        steps = [step for optimizer in replay.rank_0_record.optimizers for step in optimizer.steps]
         in_float64 = any(step.dtype in FLOAT64 for step in steps)
         return not_compared(reason_of_failure(error, in_float64), **facts)
     if replay.wrote_record and record.world_size > 1:

@@ -21,7 +21,7 @@ WIDTH, INDENT = 100, " " * 10
 PAGE = Path(__file__).resolve().parents[1] / "cures.md"  # installed with the package
 
 
-class ProofRow(StrEnum):
+class ReplayCheck(StrEnum):
     """Rows that need more than the run of all ranks, by the names that the table prints."""
 
     ONE_RANK = "one rank"  # this row and the next are the proof
@@ -86,10 +86,10 @@ def not_seen(check: str, reason: Reason, **facts: Any) -> ReportRow:
     return ReportRow(NOT_SEEN, check, reason, facts)
 
 
-def place_of_page() -> str:
+def path_of_page() -> str:
     """Return the path of cures.md, relative if it lies in the current folder."""
-    place = os.path.relpath(PAGE)
-    return str(PAGE) if place.startswith("..") else place
+    path = os.path.relpath(PAGE)
+    return str(PAGE) if path.startswith("..") else path
 
 
 def format_table(rows: list[ReportRow]) -> str:
@@ -105,7 +105,7 @@ def format_table(rows: list[ReportRow]) -> str:
             continue
         cure = textwrap.wrap(f"-> {row.cure}", WIDTH - len(INDENT), subsequent_indent="   ")
         if row.link:
-            link = f"({place_of_page()}#{row.link})"
+            link = f"({path_of_page()}#{row.link})"
             fits = len(f"{INDENT}{cure[-1]}  {link}") <= WIDTH
             cure[-1:] = [f"{cure[-1]}  {link}"] if fits else [cure[-1], f"   {link}"]
         lines += [INDENT + line for line in cure]

@@ -12,7 +12,7 @@ from string import Formatter
 from typing import Any
 
 NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")  # a number in printed text
-MOST_NAMES = 3  # limit of names or source lines in one row
+MAX_NAMES = 3  # limit of names or source lines in one row
 
 Facts = Mapping[str, Any]  # numbers, texts, lists and phrases, all of which JSON can hold
 
@@ -50,8 +50,8 @@ def number_with_noun(number: int, noun: str) -> str:
 
 def join_names(names: list[str], separator: str = ", ") -> str:
     """Join the first names, and say how many more there are."""
-    text = separator.join(names[:MOST_NAMES])
-    return text + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+    text = separator.join(names[:MAX_NAMES])
+    return text + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
 
 
 def percent(share: float) -> str:

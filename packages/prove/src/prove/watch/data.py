@@ -26,13 +26,13 @@ from prove.watch.batches import (
 from prove.watch.draws import Draws
 from prove.watch.feeder import Feeder
 from prove.watch.model import ModelWatcher
-from prove.watch.rank_run import RankRun, save_tensors, where, wrap
+from prove.watch.rank_run import RankRun, save_tensors, source_line, wrap
 
 EPOCHS = 3  # number of epochs after which the run ends
-MOST_INDICES = 2_000_000  # further indices are not listed: a sampler may be endless
+MAX_INDICES = 2_000_000  # further indices are not listed: a sampler may be endless
 END = object()  # returned by next() when a loader has no more batches
-MOST_SIZES = 64  # number of batch sizes that are recorded
-MOST_MICRO_BATCHES = 32  # limit per --batches if several batches make one step
+MAX_SIZES = 64  # number of batch sizes that are recorded
+MAX_MICRO_BATCHES = 32  # limit per --batches if several batches make one step
 
 
 def fingerprint(dataset: Any) -> tuple[list[list[int]], list[str]]:
@@ -109,7 +109,7 @@ class ListedSampler:
         for batch in iterator:
             listed.append(batch)
             samples += len(batch) if isinstance(batch, list | tuple) else 1
-            if samples >= MOST_INDICES:
+            if samples >= MAX_INDICES:
                 break
         else:
             self.write(loader_pass, listed)
@@ -123,11 +123,11 @@ class ListedSampler:
         except (TypeError, ValueError):  # the sampler gives keys that are not numbers
             return
         loader_pass.batches_listed = len(batches)
-        loader_pass.sizes = [len(batch) for batch in batches[:MOST_SIZES]]
+        loader_pass.sizes = [len(batch) for batch in batches[:MAX_SIZES]]
         _, may_draw = without_subsets(self.loader.dataset)
         indices = drawn if may_draw is None else may_draw[drawn]
         settings, rank = self.run.settings, self.run.record.rank
-        file = f"{settings.folder}/{settings.name}.{rank}.pass{loader_pass.number}.pt"
+        file = f"{settings.folder}/{settings.name}.{rank}.pass{loader_pass.pass_index}.pt"
         save_tensors({"indices": indices, "may_draw": may_draw}, file)
         loader_pass.samples_file = file  # set last, when the file is complete
 
@@ -163,15 +163,15 @@ class LoaderWatcher:
 
     def note_made(self, loader: Any) -> None:
         object.__setattr__(loader, "prove_number", len(self.places))
-        self.places.append(where())
+        self.places.append(source_line())
         for tell in self.run.events.loaders_made:
             tell(loader, self.places[-1])
 
     def end_batch(self) -> None:
         self.steps.end_batch()
-        self.model.note_received_weights()
+        self.model.record_received_weights()
 
-    def iterate(self, iterate: Callable, loader: Any) -> Any:
+    def patched_iter(self, original_iter: Callable, loader: Any) -> Any:
         """Stand in for DataLoader.__iter__, which is given as `iterate`."""
         run, loader_passes = self.run, self.run.record.loader_passes
         training = torch.is_grad_enabled()
@@ -185,7 +185,7 @@ class LoaderWatcher:
             self.model.loop_watcher.leave()
         if training and epochs:
             run.in_second_epoch = True
-            self.steps.note_rates()
+            self.steps.record_rates()
             if epochs >= EPOCHS and run.joined and not run.replaying:
                 loader_passes.pop()  # the run ends before this pass gives a batch
                 run.end_early()
@@ -195,7 +195,7 @@ class LoaderWatcher:
             if batches is not None:
                 return batches
         with self.steps.draws.loading():
-            iterator = recording_iterator(loader, iterate, run.settings.folder)
+            iterator = recording_iterator(loader, original_iter, run.settings.folder)
         loader_pass.base_seed = getattr(iterator, "_base_seed", None)
         if training and not run.replaying:
             loader_pass.replay_number = len(run.tensors["batches"])
@@ -210,24 +210,24 @@ class LoaderWatcher:
         base, _ = without_subsets(dataset)
         is_stream = isinstance(dataset, IterableDataset)
         length = None if is_stream or not hasattr(base, "__len__") else len(base)
-        number = self.number_of_dataset(loader, length)
+        dataset_number = self.number_of_dataset(loader, length)
         earlier = [
             (loader_pass.fingerprint, loader_pass.fields)
             for loader_pass in record.loader_passes
-            if loader_pass.dataset_number == number
+            if loader_pass.dataset_number == dataset_number
         ]
         checksums, fields = earlier[0] if earlier else fingerprint(base)
         sampler, shuffle = sampler_of(loader)
         loader_pass = LoaderPass(
-            number=len(record.loader_passes),
+            pass_index=len(record.loader_passes),
             loader_number=loader.prove_number,
-            at=self.places[loader.prove_number],
+            source_line=self.places[loader.prove_number],
             sampler=sampler,
             shuffle=shuffle,
             workers=loader.num_workers,
             batch_size=loader.batch_size,
             most_batches=self.run.settings.batches,
-            dataset_number=number,
+            dataset_number=dataset_number,
             dataset_length=length,
             fingerprint=checksums,
             is_stream=is_stream,
@@ -249,13 +249,13 @@ class LoaderWatcher:
         """
         if torch.is_grad_enabled():
             for earlier in self.run.record.loader_passes:
-                is_same_place = earlier.at == self.places[loader.prove_number]
+                is_same_place = earlier.source_line == self.places[loader.prove_number]
                 is_made_again = is_same_place and earlier.loader_number != loader.prove_number
                 if is_made_again and earlier.with_gradients and earlier.dataset_length == length:
                     return earlier.dataset_number
-        for number, dataset in enumerate(self.datasets):
+        for dataset_number, dataset in enumerate(self.datasets):
             if dataset is loader.dataset:
-                return number
+                return dataset_number
         self.datasets.append(loader.dataset)
         return len(self.datasets) - 1
 
@@ -285,9 +285,9 @@ class LoaderWatcher:
                     ends = run.tensors.setdefault("states_after", {})
                     ends[loader_pass.replay_number] = random_state.all_states()
                 return
-            size = self.note_batch(loader_pass, batch)
+            size = self.record_batch(loader_pass, batch)
             if loader_pass.with_gradients:
-                model.keep_start()
+                model.save_start()
                 self.begin_batch(loader_pass, loader_pass.batches_given, size)
             steps_of_others = run.record.step_count - loader_pass.step_count
             yield as_double(batch.batch) if run.settings.float64 else batch.batch
@@ -311,9 +311,9 @@ class LoaderWatcher:
         if not loader_pass.accumulates:
             return True
         has_steps = loader_pass.step_count >= batches and loader_pass.ends_as_whole()
-        return has_steps or given >= MOST_MICRO_BATCHES * batches
+        return has_steps or given >= MAX_MICRO_BATCHES * batches
 
-    def note_batch(self, loader_pass: LoaderPass, batch: Collated) -> int:
+    def record_batch(self, loader_pass: LoaderPass, batch: Collated) -> int:
         """Record this batch; return its number of samples."""
         run = self.run
         loader_pass.workers_drew |= batch.drew
@@ -327,28 +327,28 @@ class LoaderWatcher:
             loader_pass.labels += batch.labels or []
         run.current_loader_pass = loader_pass
         if loader_pass.replay_number is not None:
-            self.keep_batch(loader_pass, size, batch)
+            self.save_batch(loader_pass, size, batch)
         run.note_event()
         return size
 
-    def keep_batch(self, loader_pass: LoaderPass, size: int, batch: Collated) -> None:
+    def save_batch(self, loader_pass: LoaderPass, size: int, batch: Collated) -> None:
         try:
             frozen = freeze(batch.batch)
         except Exception as error:  # a class of the script may raise anything when pickled
-            text = f"a batch of {loader_pass.at} cannot be pickled: {error}"
+            text = f"a batch of {loader_pass.source_line} cannot be pickled: {error}"
             self.run.record.why_not_kept = text[:200]
             return
         kept = RecordedBatch(size, batch.file, frozen)
         self.run.tensors["batches"][loader_pass.replay_number].append(kept)
 
-    def begin_batch(self, loader_pass: LoaderPass, number: int, size: int) -> None:
+    def begin_batch(self, loader_pass: LoaderPass, batch_number: int, size: int) -> None:
         """Tell the watchers of steps and draws that this batch is computed now.
 
         A script that looks ahead, as Accelerate does, computes a batch after it has asked for the
         next one, and the last batch after the loader has ended.
         """
         kept = -1 if loader_pass.replay_number is None else loader_pass.replay_number
-        self.steps.begin_batch((kept, number), [size], [])
+        self.steps.begin_batch((kept, batch_number), [size], [])
 
     def most_batches(self, training: bool) -> int:
         settings = self.run.settings
@@ -356,7 +356,7 @@ class LoaderWatcher:
         ranks = settings.world_size if self.run.replaying else 1
         return settings.batches * ranks * (1 if training else EVALUATION_FACTOR)
 
-    def length(self, length: Callable, loader: Any) -> int:
+    def patched_len(self, original_len: Callable, loader: Any) -> int:
         """Stand in for DataLoader.__len__, which is given as `length`."""
         self.asked_for_length.add(loader.prove_number)  # is_enough() keeps to this length
         last = last_pass(self.run, loader)
@@ -364,7 +364,7 @@ class LoaderWatcher:
             self.run.flag(Flag.ASKED_FOR_LENGTH)  # perhaps to make a schedule of this length
         if self.feeder and (batches := self.feeder.batches_of(loader)) is not None:
             return batches
-        return min(length(loader), self.most_batches(torch.is_grad_enabled()))
+        return min(original_len(loader), self.most_batches(torch.is_grad_enabled()))
 
     def batches_to_feed(
         self, feeder: Feeder, loader: Any, loader_pass: LoaderPass
@@ -372,40 +372,40 @@ class LoaderWatcher:
         """Return the recorded batches of the next pass, or None if there was no such pass."""
         while not feeder.is_made_here(self.loader_passes_fed):
             self.loader_passes_fed += 1
-        record, number = self.run.record, self.loader_passes_fed
+        record, pass_index = self.run.record, self.loader_passes_fed
         self.loader_passes_fed += 1
-        if number < feeder.passes:
+        if pass_index < feeder.passes:
             record.own_batch_size = record.own_batch_size or loader.batch_size
-            return self.recorded_batches(feeder, number, loader_pass, loader.collate_fn)
+            return self.recorded_batches(feeder, pass_index, loader_pass, loader.collate_fn)
         if record.step_count:
             self.run.end_early()
         return None
 
     def recorded_batches(
-        self, feeder: Feeder, number: int, loader_pass: LoaderPass, collate: Callable | None
+        self, feeder: Feeder, pass_index: int, loader_pass: LoaderPass, collate: Callable | None
     ) -> Iterator:
         run, steps = self.run, self.steps
-        positions, sources = feeder.positions(number), []
+        positions, sources = feeder.positions(pass_index), []
         before, looks_ahead = self.calls_so_far(), False
         for position in range(positions):
-            for ranks in feeder.groups(number):
+            for ranks in feeder.groups(pass_index):
                 self.end_batch()
                 if loader_pass.batches_given == 1:
                     looks_ahead = self.calls_so_far() == before
-                batch, sources = feeder.batch(number, position, ranks, collate)
+                batch, sources = feeder.batch(pass_index, position, ranks, collate)
                 loader_pass.batches_given += 1
                 loader_pass.sizes.append(sum(feeder.sizes))
                 run.current_loader_pass = loader_pass
-                self.model.keep_start()
-                steps.begin_batch((number, position + 1), feeder.sizes, sources)
+                self.model.save_start()
+                steps.begin_batch((pass_index, position + 1), feeder.sizes, sources)
                 yield batch
         self.end_batch()
         if loader_pass.epoch == EPOCHS - 1:
             run.end_early()
-        feeder.restore_generators(number)
+        feeder.restore_generators(pass_index)
         if looks_ahead:  # the script computes the last batch now: see begin_batch
-            steps.begin_batch((number, positions + 1), feeder.sizes, sources)
-        if number > 0:  # an evaluation with gradients may end with unequal batches
+            steps.begin_batch((pass_index, positions + 1), feeder.sizes, sources)
+        if pass_index > 0:  # an evaluation with gradients may end with unequal batches
             run.in_second_epoch = True  # numbers printed later are not compared
 
     def calls_so_far(self) -> tuple[int, int]:
@@ -474,5 +474,5 @@ def watch_new_loaders(run: RankRun, watcher: LoaderWatcher) -> None:
 def install(run: RankRun, model: ModelWatcher) -> None:
     watcher = LoaderWatcher(run, model)
     watch_new_loaders(run, watcher)
-    wrap(DataLoader, "__iter__")(watcher.iterate)
-    wrap(DataLoader, "__len__")(watcher.length)
+    wrap(DataLoader, "__iter__")(watcher.patched_iter)
+    wrap(DataLoader, "__len__")(watcher.patched_len)

@@ -18,9 +18,9 @@ from torch import Tensor
 from prove import random_state
 from prove.rank_record import Draw, DrawKey, Finding, Mode, OneDraw, ReplayVariant
 from prove.watch.batches import CannotMergeError, are_equal, interleave, order_of_rows
-from prove.watch.rank_run import RankRun, where
+from prove.watch.rank_run import RankRun, source_line
 
-MOST_BYTES = 2_000_000_000  # limit of one rank's recorded draws
+MAX_DRAWN_BYTES = 2_000_000_000  # limit of one rank's recorded draws
 DRAWS_WITHOUT_TAG = {"random_", "random", "binomial", "_sample_dirichlet", "feature_dropout"}
 # Kernels whose draws are used inside, so that no call returns them.
 KERNELS_THAT_DRAW = ("_scaled_dot_product", "_cudnn_rnn", "rrelu", "fused_moving", "_fused_dropout")
@@ -46,8 +46,8 @@ def without_places(kept: dict) -> dict:
     calls: Counter = Counter()
     renamed = {}
     for key, value in kept.items():
-        unplaced = key._replace(at="", number=0)
-        renamed[unplaced._replace(number=calls[unplaced])] = value
+        unplaced = key._replace(source_line="", call_index=0)
+        renamed[unplaced._replace(call_index=calls[unplaced])] = value
         calls[unplaced] += 1
     return renamed
 
@@ -64,16 +64,17 @@ class Draws:
         # In a replay: the recorded draws of each rank whose samples are in this batch.
         self.draws_of_ranks: list[dict[DrawKey, Draw]] = []
         self.recorded: dict[DrawKey, Draw] = {}
-        self.rows: dict[DrawKey, OneDraw] = {}  # the first row of draws with a row per sample
+        # The first row of draws with a row per sample.
+        self.per_sample_draws: dict[DrawKey, OneDraw] = {}
         self.batch_decisions: dict[DrawKey, Draw] = {}  # rank 0's decision, if the ranks' differ
         self.forced: dict[DrawKey, Draw | OneDraw] = {}  # forced draws go before any other answer
         self.bytes_recorded = 0
         self.calls: Counter = Counter()  # number of calls in this batch, by function and line
-        self.per_sample_draws: set[tuple[str, str]] = set()  # functions called once per sample
+        self.calls_by_sample: set[tuple[str, str]] = set()  # functions called once per sample
         self.states: list[int] = []  # digests of the generators after the last seen draw
 
-    def note_finding(self, kind: Finding, at: str) -> None:
-        places = self.run.record.draws.setdefault(kind, [])
+    def record_finding(self, finding: Finding, at: str) -> None:
+        places = self.run.record.draws.setdefault(finding, [])
         if at not in places:
             places.append(at)
 
@@ -89,10 +90,10 @@ class Draws:
         if self.active:
             self.check_states()
         self.active = self.of_model = False
-        for name, at in self.per_sample_draws:
+        for name, at in self.calls_by_sample:
             if self.calls[name, at] != sum(self.sizes):
-                self.note_finding(Finding.NOT_MATCHED, at)
-        self.per_sample_draws.clear()
+                self.record_finding(Finding.NOT_MATCHED, at)
+        self.calls_by_sample.clear()
 
     def begin_forward(
         self, batch: tuple[int, int], sizes: list[int], draws_of_ranks: list[dict]
@@ -152,7 +153,7 @@ class Draws:
         The numbers may be for the next epoch, and the state of that generator cannot be restored.
         """
         if self.run.record.step_count and not self.is_loading and not self.run.written:
-            self.note_finding(Finding.BETWEEN, where())
+            self.record_finding(Finding.BETWEEN, source_line())
 
     def note_states(self) -> None:
         self.states = random_state.state_digests()
@@ -161,15 +162,15 @@ class Draws:
         """Note whether an unseen draw was made since the last one; return the state digests."""
         states = random_state.state_digests()
         if self.active and self.states and states != self.states:
-            self.note_finding(Finding.ESCAPED, f"before {where()}")
+            self.record_finding(Finding.ESCAPED, f"before {source_line()}")
         return states
 
     def next_key(self, name: str) -> DrawKey:
         """Return the key of the next draw by this function at this line of the script."""
         # The original script has other lines, so its calls are matched by order alone.
-        at = "" if self.run.settings.mode == Mode.ORIGINAL else where()
-        self.calls[name, at] += 1
-        return DrawKey(self.batch, at, name, self.calls[name, at] - 1)
+        line = "" if self.run.settings.mode == Mode.ORIGINAL else source_line()
+        self.calls[name, line] += 1
+        return DrawKey(self.batch, line, name, self.calls[name, line] - 1)
 
     def record_or_replay_operation(self, function: Any, args: tuple, kwargs: dict) -> Any:
         """Call an operation of torch that may draw; a replay overwrites what it has drawn."""
@@ -180,12 +181,12 @@ class Draws:
             return result  # attention is tagged as a draw, but draws nothing without dropout
         name = function.overloadpacket.__name__.rstrip("_")
         if any(part in name for part in KERNELS_THAT_DRAW):
-            self.note_finding(Finding.OPAQUE, f"{name} at {where()}")
+            self.record_finding(Finding.OPAQUE, f"{name} at {source_line()}")
             return result
         is_fused = name == "native_dropout"  # the first result is dropout applied to the input
         drawn = result[1] if is_fused else result
         if not isinstance(drawn, Tensor):
-            self.note_finding(Finding.OPAQUE, f"{name} at {where()}")
+            self.record_finding(Finding.OPAQUE, f"{name} at {source_line()}")
             return result
         arguments = [argument for argument in (*args, *kwargs.values()) if is_number(argument)]
         answer = self.record_or_answer(self.next_key(name), drawn.detach().clone(), arguments)
@@ -211,15 +212,15 @@ class Draws:
             return answer.numpy().astype(value.dtype).reshape(answer.shape)[()]
         return type(value)(answer.item())
 
-    def record_draw(self, key: DrawKey, draw: Draw) -> None:
+    def save_draw(self, key: DrawKey, draw: Draw) -> None:
         value = draw.value
         if isinstance(value, Tensor):
             is_mask = value.is_floating_point() and bool(((value == 0) | (value == 1)).all())
             value = value.bool() if is_mask else value.cpu()
             self.bytes_recorded += value.nbytes
-        if self.bytes_recorded > MOST_BYTES:
+        if self.bytes_recorded > MAX_DRAWN_BYTES:
             self.recorded.clear()
-            self.note_finding(Finding.TOO_MANY, key.at)
+            self.record_finding(Finding.TOO_MANY, key.source_line)
         else:
             self.recorded[key] = Draw(value, draw.arguments)
 
@@ -232,22 +233,22 @@ class Draws:
         if isinstance(forced, OneDraw) and isinstance(drawn, Tensor):
             if forced.row.shape == drawn.select(forced.dim, 0).shape:
                 return forced.row.unsqueeze(forced.dim).expand_as(drawn).to(drawn.dtype)
-            self.note_finding(Finding.NOT_MATCHED, key.at)
+            self.record_finding(Finding.NOT_MATCHED, key.source_line)
             return None
         if isinstance(forced, Draw):
             return forced.value
         if not self.run.replaying:
-            self.record_draw(key, Draw(drawn, arguments))
+            self.save_draw(key, Draw(drawn, arguments))
             return None
         if per_sample := self.draw_of_sample(key, drawn):
             return per_sample[0]
         draws = [draw for own in self.draws_of_ranks if (draw := own.get(key)) is not None]
         if not draws or len(draws) < len(self.draws_of_ranks):
-            self.note_finding(Finding.NOT_MATCHED, key.at)
+            self.record_finding(Finding.NOT_MATCHED, key.source_line)
             if draws and not all(
                 any(other[:3] == key[:3] for other in own) for own in self.draws_of_ranks
             ):
-                self.note_finding(Finding.OTHER_SHARES, key.at)
+                self.record_finding(Finding.OTHER_SHARES, key.source_line)
             return None
         return self.answer_from_ranks(key, drawn, arguments, draws)
 
@@ -259,7 +260,7 @@ class Draws:
             return self.draw_of_batch(key, arguments, draws)
         dim = self.dim_of_samples(drawn, [draw.value for draw in draws])
         if dim is None:
-            self.note_finding(Finding.NOT_MATCHED, key.at)
+            self.record_finding(Finding.NOT_MATCHED, key.source_line)
             return None
         return self.interleaved_draws(key, dim, drawn, draws, arguments)
 
@@ -267,12 +268,12 @@ class Draws:
         """Return rank 0's draw if each rank has drawn once for its whole batch."""
         if any(draw.arguments != arguments for draw in draws):
             # The draw may be a position in the batch.
-            self.note_finding(Finding.NOT_MATCHED, key.at)
+            self.record_finding(Finding.NOT_MATCHED, key.source_line)
             return None
         values = [draw.value for draw in draws]
         are_tensors = all(isinstance(value, Tensor) for value in values)
         alike = all_equal(values) if are_tensors else len({*map(repr, values)}) == 1
-        self.note_finding(Finding.COMMON if alike else Finding.DECISION, key.at)
+        self.record_finding(Finding.COMMON if alike else Finding.DECISION, key.source_line)
         if not alike:
             self.batch_decisions[key] = draws[0]
         return values[0]
@@ -296,34 +297,35 @@ class Draws:
             if draw.arguments != arguments:  # the arguments may contain the size of the batch
                 names = with_size_named(draw.arguments, size)
                 if names != with_size_named(arguments, sum(self.sizes)):
-                    self.note_finding(Finding.NOT_MATCHED, key.at)
+                    self.record_finding(Finding.NOT_MATCHED, key.source_line)
                     ranks_arguments = [own.arguments for own in draws]
                     if any(own != ranks_arguments[0] for own in ranks_arguments):
-                        self.note_finding(Finding.OTHER_SHARES, key.at)
+                        self.record_finding(Finding.OTHER_SHARES, key.source_line)
                     return None
                 of_places = key.name in DRAWS_OF_PLACES
         if of_places:
             values = self.places_in_merged_batch(values)
         elif dim_alike([value.shape for value in values], dim):
-            self.rows[key] = OneDraw(dim, values[0].select(dim, 0))
+            self.per_sample_draws[key] = OneDraw(dim, values[0].select(dim, 0))
             if len(values) > 1 and values[0].numel() > 1 and all_equal(values):
-                self.note_finding(Finding.SAME_NOISE, key.at)
+                self.record_finding(Finding.SAME_NOISE, key.source_line)
         rows = values[0].shape[dim] // self.sizes[0]
         if rows > 1:
-            self.note_finding(Finding.SEVERAL, key.at)
-        in_blocks = rows > 1 and self.run.settings.variant == ReplayVariant.BLOCKS
+            self.record_finding(Finding.SEVERAL, key.source_line)
+        in_blocks = rows > 1 and self.run.settings.variant == ReplayVariant.ROWS_IN_BLOCKS
         try:
             parts = pad_like(values, drawn, dim)
             answer = interleave(parts, self.sizes, dim, rows if in_blocks else 1)
         except CannotMergeError:
-            self.note_finding(Finding.NOT_MATCHED, key.at)
+            self.record_finding(Finding.NOT_MATCHED, key.source_line)
             return None
-        self.note_finding(Finding.BY_SAMPLE, key.at)
+        self.record_finding(Finding.BY_SAMPLE, key.source_line)
         return answer
 
     def finish(self) -> None:
         self.run.tensors |= {
-            "draws": self.recorded, "batch_decisions": self.batch_decisions, "rows": self.rows,
+            "draws": self.recorded, "batch_decisions": self.batch_decisions,
+            "per_sample_draws": self.per_sample_draws,
         }  # fmt: skip
 
     def places_in_merged_batch(self, values: list[Tensor]) -> list[Tensor]:
@@ -343,13 +345,13 @@ class Draws:
         sizes = self.sizes
         if len(calls) < 2 or [*map(len, calls)] != sizes or max(sizes) < 2:
             return None
-        if key.number >= sum(sizes) or all(repr(values) == repr(calls[0]) for values in calls):
+        if key.call_index >= sum(sizes) or all(repr(values) == repr(calls[0]) for values in calls):
             return None  # all ranks drew the same: the number of draws is a coincidence
         shapes = {getattr(value, "shape", None) for values in calls for value in values}
         if shapes != {getattr(drawn, "shape", None)}:  # one line may call several layers
             return None
-        self.per_sample_draws.add((key.name, key.at))
-        rank, sample = order_of_rows(sizes)[key.number]
+        self.calls_by_sample.add((key.name, key.source_line))
+        rank, sample = order_of_rows(sizes)[key.call_index]
         return (calls[rank][sample],)
 
 

@@ -37,7 +37,7 @@ from prove.watch.batches import (
 )
 from prove.watch.draws import Draws, without_places
 from prove.watch.model_tensors import parameters_of, tensors_of
-from prove.watch.rank_run import RankRun, where, wrap
+from prove.watch.rank_run import RankRun, source_line, wrap
 
 NO_LOADER = -1  # stands for the number of a pass in a loop without a loader
 DROPOUTS = ["dropout", "dropout1d", "dropout2d", "dropout3d"]
@@ -71,10 +71,10 @@ def passes_of_rank_0_alone(records: list[RankRecord]) -> list[int]:
     return looked_at if all(len(own) == in_step for own in kept[1:]) else []
 
 
-def with_a_pass_before(draws: dict[DrawKey, Draw], number: int) -> dict[DrawKey, Draw]:
+def with_a_pass_before(draws: dict[DrawKey, Draw], pass_index: int) -> dict[DrawKey, Draw]:
     """Renumber the draws of a rank, to make room for one more pass with this number."""
     return {
-        key._replace(batch=(key.batch[0] + (key.batch[0] >= number), key.batch[1])): draw
+        key._replace(batch=(key.batch[0] + (key.batch[0] >= pass_index), key.batch[1])): draw
         for key, draw in draws.items()
     }
 
@@ -85,9 +85,9 @@ def size_of(call: tuple) -> int:
     return len(tensors[0]) if tensors and tensors[0].ndim else 1
 
 
-def batch_of_forward(number: int) -> tuple[int, int]:
+def batch_of_forward(forward_number: int) -> tuple[int, int]:
     """Name a forward as if it were a batch, for a loop without a loader."""
-    return (NO_LOADER, number)
+    return (NO_LOADER, forward_number)
 
 
 class InputKeeper:
@@ -120,15 +120,15 @@ class Feeder:
         self.run, self.draws, self.world_size = run, draws, run.settings.world_size
         self.mode = run.settings.mode
         records = read_records(run.settings.folder, Mode.OBSERVE)
-        observed = records[0]
+        rank_0_record = records[0]
         self.only_on_rank_0 = passes_of_rank_0_alone(records)
-        self.normalizes_by_rank = bool(observed.batchnorm) and self.mode not in (
-            Mode.WHOLE,
+        self.normalizes_by_rank = bool(rank_0_record.batchnorm) and self.mode not in (
+            Mode.GLOBAL_BATCHNORM,
             Mode.CONTROL,
         )
         self.recorded_loader_passes = [
             loader_pass
-            for loader_pass in observed.loader_passes
+            for loader_pass in rank_0_record.loader_passes
             if loader_pass.replay_number is not None
             and loader_pass.replay_number not in self.only_on_rank_0
         ]
@@ -153,10 +153,10 @@ class Feeder:
         if self.mode == Mode.ORIGINAL:
             for own in kept:
                 own["draws"] = without_places(own["draws"])
-        for number in self.only_on_rank_0:
+        for pass_index in self.only_on_rank_0:
             for own in kept[1:]:
-                own["batches"].insert(number, [])
-                own["draws"] = with_a_pass_before(own["draws"], number)
+                own["batches"].insert(pass_index, [])
+                own["draws"] = with_a_pass_before(own["draws"], pass_index)
         return kept
 
     @property
@@ -164,9 +164,9 @@ class Feeder:
         """Return the rank whose weights this process begins with."""
         return self.run.record.rank if self.mode == Mode.CONTROL else 0
 
-    def groups(self, number: int = NO_LOADER) -> list[list[int]]:
+    def groups(self, pass_index: int = NO_LOADER) -> list[list[int]]:
         """Group the ranks whose samples become one batch, in the order of these batches."""
-        if number in self.only_on_rank_0:
+        if pass_index in self.only_on_rank_0:
             return [[0]]
         if self.mode == Mode.CONTROL:
             return [[self.own_rank]]
@@ -190,33 +190,33 @@ class Feeder:
         """Count the passes over loaders that were kept, which are those with gradients."""
         return len(self.tensors_of_ranks[0]["batches"])
 
-    def is_made_here(self, number: int) -> bool:
+    def is_made_here(self, pass_index: int) -> bool:
         """Does this rank make that pass? Only rank 0 makes some."""
-        return self.own_rank == 0 or number not in self.only_on_rank_0
+        return self.own_rank == 0 or pass_index not in self.only_on_rank_0
 
-    def positions(self, number: int) -> int:
+    def positions(self, pass_index: int) -> int:
         """Count the batches of a pass that every rank had."""
-        ranks = [0] if number in self.only_on_rank_0 else range(self.world_size)
-        return min(len(self.tensors_of_ranks[rank]["batches"][number]) for rank in ranks)
+        ranks = [0] if pass_index in self.only_on_rank_0 else range(self.world_size)
+        return min(len(self.tensors_of_ranks[rank]["batches"][pass_index]) for rank in ranks)
 
     def batch(
-        self, number: int, position: int, ranks: list[int], collate: Callable | None
+        self, pass_index: int, position: int, ranks: list[int], collate: Callable | None
     ) -> tuple[Any, list[dict]]:
         """Merge the batches of these ranks at one position; return it with their draws."""
         kept = [self.tensors_of_ranks[rank] for rank in ranks]
-        batches: list[RecordedBatch] = [own["batches"][number][position] for own in kept]
+        batches: list[RecordedBatch] = [own["batches"][pass_index][position] for own in kept]
         batch = self.cast(merge_by_collate(collate, batches))
         self.sizes = [recorded.size for recorded in batches]
         return batch, [own["draws"] for own in kept]
 
-    def restore_generators(self, number: int) -> None:
+    def restore_generators(self, pass_index: int) -> None:
         """Set the generators to their states after this pass in the observed run.
 
         The replaying rank has drawn other numbers meanwhile.
         """
         states = self.tensors_of_ranks[self.own_rank].get("states_after", {})
-        if number in states and self.mode != Mode.ORIGINAL:
-            random_state.set_all_states(states[number])
+        if pass_index in states and self.mode != Mode.ORIGINAL:
+            random_state.set_all_states(states[pass_index])
 
     def inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Replace the inputs of DDP by the merged inputs of all ranks, if there is no loader."""
@@ -224,19 +224,19 @@ class Feeder:
         if not calls:
             return args, kwargs
         groups = self.groups()
-        number = self.forwards
+        forward_index = self.forwards
         self.forwards += 1
-        if number >= len(calls) * len(groups):
+        if forward_index >= len(calls) * len(groups):
             self.run.end_early()
-        ranks = groups[number % len(groups)]
+        ranks = groups[forward_index % len(groups)]
         calls_of_ranks = [
-            self.tensors_of_ranks[rank]["forwards"][number // len(groups)] for rank in ranks
+            self.tensors_of_ranks[rank]["forwards"][forward_index // len(groups)] for rank in ranks
         ]
         if all(are_same(call, calls_of_ranks[0]) for call in calls_of_ranks):
             calls_of_ranks = calls_of_ranks[:1]  # all ranks may give one input, such as a graph
         self.sizes = [*map(size_of, calls_of_ranks)]
         draws = [self.tensors_of_ranks[rank]["draws"] for rank in ranks]
-        batch = batch_of_forward(number // len(groups))
+        batch = batch_of_forward(forward_index // len(groups))
         self.draws.begin_forward(batch, self.sizes, draws)
         if self.loop_watcher and self.loop_watcher.enter_ddp(args, kwargs):
             return args, kwargs
@@ -252,8 +252,8 @@ class Feeder:
                 for part, tensor in tensors_of(module):
                     if part in state and state[part].shape == tensor.shape:
                         copy_into(tensor, state[part])
-            for number, weights in enumerate(kept["start"][: len(optimizers)]):
-                parameters = parameters_of(optimizers[number])
+            for optimizer_index, weights in enumerate(kept["start"][: len(optimizers)]):
+                parameters = parameters_of(optimizers[optimizer_index])
                 others = [
                     (parameter, [*observed.shape], [*p.shape])
                     for parameter, (observed, p) in enumerate(
@@ -262,14 +262,16 @@ class Feeder:
                     if observed.shape != p.shape
                 ]
                 if others or len(parameters) != len(weights):
-                    self.run.record.other_shapes[number] = others
+                    self.run.record.other_shapes[optimizer_index] = others
                     continue
                 for p, observed in zip(parameters, weights, strict=True):
                     copy_into(p, observed)
 
-    def use_recorded_schedule(self, optimizer: Any, number: int, step: int) -> None:
+    def use_recorded_schedule(self, optimizer: Any, optimizer_index: int, step: int) -> None:
         """Use the recorded learning rates in this step only: the script's own are compared."""
-        recorded = self.tensors_of_ranks[self.own_rank]["schedule_settings"].get(number, [])
+        recorded = self.tensors_of_ranks[self.own_rank]["schedule_settings"].get(
+            optimizer_index, []
+        )
         if step < len(recorded):
             for group, observed in zip(optimizer.param_groups, recorded[step], strict=False):
                 group.update(observed)
@@ -292,7 +294,7 @@ def watch_dropout(run: RankRun) -> None:
 
     def note() -> None:
         if run.joined:
-            run.record.dropout.setdefault(where(), random_state.state_digests()[0])
+            run.record.dropout.setdefault(source_line(), random_state.state_digests()[0])
 
     for name in DROPOUTS:
 
@@ -330,7 +332,7 @@ def watch_batchnorm(run: RankRun, feeder: Feeder | None) -> None:
             return original(self, rows)
         if len(feeder.sizes) == 1:
             return original(self, rows)
-        in_blocks = run.settings.variant == ReplayVariant.BLOCKS
+        in_blocks = run.settings.variant == ReplayVariant.ROWS_IN_BLOCKS
         owners = owners_of_rows(len(rows), feeder.sizes, in_blocks)
         if owners is None:
             run.flag(Flag.BATCHNORM_ROWS_UNKNOWN)
@@ -341,7 +343,7 @@ def watch_batchnorm(run: RankRun, feeder: Feeder | None) -> None:
 
 
 def install(run: RankRun, draws: Draws) -> Feeder | InputKeeper:
-    source = Feeder(run, draws) if run.replaying else InputKeeper(run, draws)
+    batch_io = Feeder(run, draws) if run.replaying else InputKeeper(run, draws)
     watch_dropout(run)
-    watch_batchnorm(run, source if isinstance(source, Feeder) else None)
-    return source
+    watch_batchnorm(run, batch_io if isinstance(batch_io, Feeder) else None)
+    return batch_io

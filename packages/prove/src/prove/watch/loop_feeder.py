@@ -1,7 +1,8 @@
 """Give one rank the merged data that all ranks read in a loop without a DataLoader.
 
-loop_watcher.py records the sources and meetings of a rank, and explains both words. In a replay,
-the sources give the rows of all ranks, and each meeting is checked: are its data the merged ones?
+loop_watcher.py records the sources and gradient inputs of a rank, and explains both words. In a
+replay, the sources give the rows of all ranks, and each gradient input is checked: are its data the
+merged ones?
 """
 
 from collections import Counter
@@ -14,15 +15,15 @@ from prove.rank_record import DataFinding, Mode, Statistic, loop_file, read_reco
 from prove.watch.batches import CannotMergeError, interleave
 from prove.watch.draws import is_number, without_places
 from prove.watch.feeder import Feeder, batch_of_forward
-from prove.watch.rank_run import RankRun, where
+from prove.watch.rank_run import RankRun, source_line
 
 
-class SourceKey(NamedTuple):
-    """Names one source, statistic or meeting, so that the same call in a replay finds it."""
+class CallKey(NamedTuple):
+    """Names one source, statistic or gradient input, so that the same call of a replay finds it."""
 
-    at: str
+    source_line: str
     name: str  # name of the function
-    number: int  # number of earlier calls of this function at this line
+    call_index: int  # number of earlier calls of this function at this line
 
 
 class Source(NamedTuple):
@@ -32,13 +33,13 @@ class Source(NamedTuple):
     size: int
 
 
-class Meeting(NamedTuple):
+class GradientInput(NamedTuple):
     """The data that came together with gradients in one call."""
 
     values: list[Any]  # tensors and numbers
     size: int  # number of samples of this rank
     statistics: list[str]  # tags of the statistics from which these data were made
-    sources: list[SourceKey]  # last sources from which these data were made
+    sources: list[CallKey]  # last sources from which these data were made
     trains: bool = False  # backward passed through this call, so it is not only inference
 
 
@@ -65,7 +66,7 @@ def are_close(value: Any, other: Any) -> bool:
 
 
 class LoopFeeder:
-    """Gives a replay the data of the sources and meetings of all ranks."""
+    """Gives a replay the data of the sources and gradient inputs of all ranks."""
 
     def __init__(self, run: RankRun, feeder: Feeder, watcher: Any) -> None:
         """Read the data of all ranks. watcher: the LoopWatcher of this rank."""
@@ -73,41 +74,43 @@ class LoopFeeder:
         settings = run.settings
         ranks = range(settings.world_size)
         files = [loop_file(settings.folder, Mode.OBSERVE, rank) for rank in ranks]
-        self.sources_of_ranks: list[dict[SourceKey, Source]] = []
-        self.meetings_of_ranks: list[dict[SourceKey, Meeting]] = []
+        self.sources_of_ranks: list[dict[CallKey, Source]] = []
+        self.gradient_inputs_of_ranks: list[dict[CallKey, GradientInput]] = []
         for file in files if all(file.exists() for file in files) else ():
-            sources, meetings = torch.load(file, weights_only=False)
+            sources, gradient_inputs = torch.load(file, weights_only=False)
             is_original = settings.mode == Mode.ORIGINAL
             self.sources_of_ranks.append({} if is_original else sources)
-            self.meetings_of_ranks.append(without_places(meetings) if is_original else meetings)
+            self.gradient_inputs_of_ranks.append(
+                without_places(gradient_inputs) if is_original else gradient_inputs
+            )
         records = read_records(settings.folder, Mode.OBSERVE)
         self.steps = min(record.step_count for record in records)
         self.differing = differing_statistics([record.statistics for record in records])
         self.local_counts: set[float] = set()  # counts of samples, rows or elements of one rank
-        self.sizes: list[int] = []  # number of samples of each rank at the last meeting
-        if settings.mode == Mode.SEQUENCE and self.meetings_of_ranks:
+        self.sizes: list[int] = []  # number of samples of each rank at the last gradient input
+        if settings.mode == Mode.SEQUENCE and self.gradient_inputs_of_ranks:
             self.check_sequence()
 
     def check_sequence(self) -> None:
         """Note data that cannot be given in sequence: those not read once per forward."""
-        keys = (*self.sources_of_ranks[0], *self.meetings_of_ranks[0])
-        counts = Counter((key.at, key.name) for key in keys)
+        keys = (*self.sources_of_ranks[0], *self.gradient_inputs_of_ranks[0])
+        counts = Counter((key.source_line, key.name) for key in keys)
         forwards = max((n for (_, name), n in counts.items() if name.endswith("model")), default=0)
         for (at, _), count in counts.items():
             if count != forwards:
                 self.watcher.note(DataFinding.NOT_GIVEN, at)
 
-    def key_of_rank(self, key: SourceKey) -> SourceKey:
-        return key._replace(number=key.number // len(self.feeder.groups()))
+    def key_of_rank(self, key: CallKey) -> CallKey:
+        return key._replace(call_index=key.call_index // len(self.feeder.groups()))
 
-    def recorded(self, kept_by_ranks: list[dict[SourceKey, Any]], key: SourceKey) -> list | None:
+    def recorded(self, kept_by_ranks: list[dict[CallKey, Any]], key: CallKey) -> list | None:
         """Return what each rank kept under this key; None if one of them kept nothing."""
         groups = self.feeder.groups()
-        ranks, own_key = groups[key.number % len(groups)], self.key_of_rank(key)
+        ranks, own_key = groups[key.call_index % len(groups)], self.key_of_rank(key)
         found = [kept_by_ranks[rank].get(own_key) for rank in ranks]
         return None if any(each is None for each in found) else found
 
-    def source(self, key: SourceKey, own: Tensor) -> Tensor:
+    def merged_source(self, key: CallKey, own: Tensor) -> Tensor:
         found = self.recorded(self.sources_of_ranks, key)
         if found is None:
             return own
@@ -117,7 +120,7 @@ class LoopFeeder:
         try:
             merged = merge(values, [each.size for each in found])
         except CannotMergeError:
-            return own  # the meeting of these data will report it
+            return own  # the gradient input of these data will report it
         return own if are_close(own, merged) else self.like(own, merged)
 
     def like(self, own: Tensor, value: Tensor) -> Tensor:
@@ -128,20 +131,21 @@ class LoopFeeder:
         if not self.sizes:
             return
         groups, self.feeder.sizes = self.feeder.groups(), self.sizes
-        ranks, number = groups[(forward - 1) % len(groups)], (forward - 1) // len(groups) + 1
+        ranks = groups[(forward - 1) % len(groups)]
+        forward_number = (forward - 1) // len(groups) + 1
         draws = [self.feeder.tensors_of_ranks[rank]["draws"] for rank in ranks]
-        self.watcher.draws.begin_forward(batch_of_forward(number), self.sizes, draws)
+        self.watcher.draws.begin_forward(batch_of_forward(forward_number), self.sizes, draws)
 
-    def match_data(self, key: SourceKey, values: list) -> dict[int, Any]:
-        """Match the data of a meeting with those of all ranks.
+    def match_data(self, key: CallKey, values: list) -> dict[int, Any]:
+        """Match the data of a gradient input with those of all ranks.
 
         Returns the replacements by the ids of the values.
         """
-        at = where()
-        meeting = self.meetings_of_ranks[0].get(self.key_of_rank(key))
-        if meeting is not None and not meeting.trains:
+        at = source_line()
+        gradient_input = self.gradient_inputs_of_ranks[0].get(self.key_of_rank(key))
+        if gradient_input is not None and not gradient_input.trains:
             return {}
-        found = self.recorded(self.meetings_of_ranks, key)
+        found = self.recorded(self.gradient_inputs_of_ranks, key)
         if found is None or any(len(each.values) != len(values) for each in found):
             if self.run.record.step_count >= self.steps:
                 self.run.end_early()
@@ -157,9 +161,9 @@ class LoopFeeder:
                 changed[id(own)] = new
         return changed
 
-    def value_of(self, own: Any, column: list, found: list[Meeting], is_input: bool) -> Any:
+    def value_of(self, own: Any, column: list, found: list[GradientInput], is_input: bool) -> Any:
         """Choose the value for one rank, and note what may explain a difference."""
-        at, note, sizes = where(), self.watcher.note, [each.size for each in found]
+        at, note, sizes = source_line(), self.watcher.note, [each.size for each in found]
         if len(column) == 1:  # in a control, each rank gets its own value
             return self.like(own, column[0]) if isinstance(own, Tensor) else own
         statistics = [tag for each in found for tag in each.statistics if tag in self.differing]
@@ -201,7 +205,7 @@ class LoopFeeder:
 
     def check_number(self, own: Any, column: list, sizes: list[int], statistics: list[str]) -> None:
         """Compare a number that scales the loss, which may be one rank's sample count."""
-        numbers, value, at = [number_in(each) for each in column], number_in(own), where()
+        numbers, value, at = [number_in(each) for each in column], number_in(own), source_line()
         first = numbers[0]
         if value is None or first is None or any(not are_close(n, first) for n in numbers):
             self.note_difference(statistics, at)

@@ -2,10 +2,10 @@
 
 A mode of torch sees every call of a torch function outside of modules, backward and optimizers. Two
 kinds of calls count. A *source* reads or makes data: `x[ids]`, torch.stack, a random draw. In a
-*meeting*, data without a gradient come together with a tensor that has one: the inputs of a model,
-the targets of a loss, the advantages of a policy. Only the last sources before a meeting matter, so
-an environment in which each rank acts by itself stays as it is. In a replay, loop_feeder.py
-replaces the data of sources and meetings by those of all ranks.
+*gradient input*, data without a gradient come together with a tensor that has one: the inputs of a
+model, the targets of a loss, the advantages of a policy. Only the last sources before a gradient
+input matter, so an environment in which each rank acts by itself stays as it is. In a replay,
+loop_feeder.py replaces the data of sources and gradient inputs by those of all ranks.
 """
 
 import os
@@ -26,9 +26,9 @@ from prove import random_state
 from prove.rank_record import CENTERED, DataFinding, Mode, Statistic, loop_file
 from prove.watch import loss
 from prove.watch.batches import own_copy, tensors_in
-from prove.watch.draws import MOST_BYTES, Draws, is_number
+from prove.watch.draws import MAX_DRAWN_BYTES, Draws, is_number
 from prove.watch.feeder import Feeder, InputKeeper, batch_of_forward, size_of
-from prove.watch.loop_feeder import LoopFeeder, Meeting, Source, SourceKey
+from prove.watch.loop_feeder import CallKey, GradientInput, LoopFeeder, Source
 from prove.watch.model_tensors import project
 from prove.watch.rank_run import (
     OWN_FOLDERS,
@@ -36,7 +36,7 @@ from prove.watch.rank_run import (
     callers,
     is_user_file,
     save_tensors,
-    where,
+    source_line,
     wrap,
 )
 from prove.watch.steps import StepWatcher
@@ -90,7 +90,7 @@ def drops_rows(name: str, args: tuple) -> bool:
 
 
 class LoopWatcher:
-    """Records the sources and meetings of this rank, or lets a LoopFeeder replace the data."""
+    """Records this rank's sources and gradient inputs, or lets a LoopFeeder replace the data."""
 
     def __init__(
         self, run: RankRun, draws: Draws, feeder: Feeder | None, steps: StepWatcher
@@ -100,12 +100,12 @@ class LoopWatcher:
         self.main_thread = threading.main_thread().ident
         self.calls: Counter = Counter()
         self.tags = WeakTensorKeyDictionary()  # last sources and statistics of each tensor
-        self.sources: dict[SourceKey, Tensor] = {}
-        self.meetings: dict[SourceKey, Meeting] = {}
-        self.open_meeting: SourceKey | None = None  # a meeting whose call has not returned yet
+        self.sources: dict[CallKey, Tensor] = {}
+        self.gradient_inputs: dict[CallKey, GradientInput] = {}
+        self.open_gradient_input: CallKey | None = None  # one whose call has not returned yet
         self.size: int | None = None  # number of samples in the last input of a model
         self.forwards = 0  # number of calls of models without DDP
-        self.statistics: dict[SourceKey, Statistic] = {}
+        self.statistics: dict[CallKey, Statistic] = {}
         self.bytes_kept = 0
         self.local = threading.local()
         self.mode = LoopMode(self)
@@ -119,7 +119,7 @@ class LoopWatcher:
         run = self.run
         if run.written or getattr(self.local, "busy", False) or not run.has_no_loader():
             return False
-        if self.feeder and not self.feeder.meetings_of_ranks:
+        if self.feeder and not self.feeder.gradient_inputs_of_ranks:
             return False
         if threading.get_ident() != self.main_thread:
             return True
@@ -145,13 +145,13 @@ class LoopWatcher:
         if (self.run.record.step_count + 1, at) not in noted:
             noted.append((self.run.record.step_count + 1, at))
 
-    def next_key(self, name: str, at: str) -> SourceKey:
+    def next_key(self, name: str, line: str) -> CallKey:
         if (
             self.run.settings.mode == Mode.ORIGINAL
         ):  # its lines differ, so calls are matched by order
-            at = ""
-        self.calls[name, at] += 1
-        return SourceKey(at, name, self.calls[name, at] - 1)
+            line = ""
+        self.calls[name, line] += 1
+        return CallKey(line, name, self.calls[name, line] - 1)
 
     def tags_of(self, value: Any) -> frozenset:
         return self.tags.get(value, frozenset()) if isinstance(value, Tensor) else frozenset()
@@ -176,7 +176,7 @@ class LoopWatcher:
         if not self.feeder and not self.is_recording():
             return result
         if isinstance(result, Tensor) and self.is_source(name, result, args):
-            return self.source(name, result, args, tensors)
+            return self.save_or_merge_source(name, result, args, tensors)
         if not self.feeder:
             self.pass_tags_on(name, result, args, tensors)
         return result
@@ -186,13 +186,15 @@ class LoopWatcher:
             return False
         return name in MAKES or name in DRAWS or (name in READS and not drops_rows(name, args))
 
-    def source(self, name: str, result: Tensor, args: tuple, tensors: list[Tensor]) -> Tensor:
-        at = where()
+    def save_or_merge_source(
+        self, name: str, result: Tensor, args: tuple, tensors: list[Tensor]
+    ) -> Tensor:
+        at = source_line()
         if at == "?":
             return result
         key = self.next_key(name, at)
         if self.feeder:
-            return self.feeder.source(key, result)
+            return self.feeder.merged_source(key, result)
         self.keep(result)
         self.sources[key] = own_copy(result)
         tags = [tag for tensor in tensors for tag in self.tags_of(tensor)]
@@ -208,10 +210,10 @@ class LoopWatcher:
 
     def keep(self, tensor: Tensor) -> None:
         self.bytes_kept += tensor.nbytes
-        if self.bytes_kept > MOST_BYTES:
+        if self.bytes_kept > MAX_DRAWN_BYTES:
             self.sources.clear()
-            self.meetings.clear()
-            self.note(DataFinding.TOO_MANY, where())
+            self.gradient_inputs.clear()
+            self.note(DataFinding.TOO_MANY, source_line())
 
     def pass_tags_on(self, name: str, result: Any, args: tuple, tensors: list[Tensor]) -> None:
         tags = frozenset().union(*map(self.tags_of, tensors))
@@ -228,10 +230,10 @@ class LoopWatcher:
                 self.tags[part] = tags | self.tags_of(part)
 
     def statistic(self, name: str, results: list[Tensor]) -> str:
-        at = where()
+        at = source_line()
         key = self.next_key(f"statistic {name}", at)
         value = project(results[0])[0]
-        self.statistics[key] = Statistic(name, at, key.number, value)
+        self.statistics[key] = Statistic(name, at, key.call_index, value)
         return self.statistics[key].tag
 
     def forget_statistics(self, tensor: Any) -> None:
@@ -259,7 +261,7 @@ class LoopWatcher:
         self.note_backward_of(result)
         is_computed = any(isinstance(r, Tensor) and r.grad_fn for r in parts_of((result,), {}))
         if is_computed and random_state.state_digests() != before:
-            self.note(DataFinding.NOT_GIVEN, where())
+            self.note(DataFinding.NOT_GIVEN, source_line())
         return result
 
     def enter_module(self, module: nn.Module, inputs: tuple) -> tuple | None:
@@ -293,19 +295,19 @@ class LoopWatcher:
             self.draws.end_batch()
 
     def record_or_match(self, name: str, values: list, size: int | None) -> dict[int, Any]:
-        """While observing, record a meeting; in a replay, match it with those of all ranks.
+        """While observing, record a gradient input; in a replay, match it with those of all ranks.
 
         Returns the replacements by the ids of the values.
         """
-        at = where()
-        key = self.next_key(f"meeting {name}", at)
+        at = source_line()
+        key = self.next_key(f"gradient input {name}", at)
         if self.feeder:
             return self.feeder.match_data(key, values)
         if self.is_recording():
             rows = [len(value) for value in values if isinstance(value, Tensor) and value.ndim]
             size = size or self.size or (rows[0] if rows else 1)
-            self.note_meeting(key, values, size)
-            self.open_meeting = key
+            self.save_gradient_input(key, values, size)
+            self.open_gradient_input = key
         return {}
 
     def leave_module(self, inputs: tuple, outputs: Any) -> None:
@@ -318,42 +320,44 @@ class LoopWatcher:
                     self.tags[tensor] = tags | self.tags_of(tensor)
 
     def note_backward_of(self, outputs: Any) -> None:
-        """Note when backward passes through the open meeting, because only then it trains."""
-        key, self.open_meeting = self.open_meeting, None
+        """Note when backward passes through the open gradient input: only then it trains."""
+        key, self.open_gradient_input = self.open_gradient_input, None
         for tensor in tensors_in([outputs]) if key else []:
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda gradient: self.note_training(key))
 
-    def note_training(self, key: SourceKey | None) -> None:
-        if key in self.meetings:
-            self.meetings[key] = self.meetings[key]._replace(trains=True)
+    def note_training(self, key: CallKey | None) -> None:
+        if key in self.gradient_inputs:
+            self.gradient_inputs[key] = self.gradient_inputs[key]._replace(trains=True)
 
-    def note_meeting(self, key: SourceKey, values: list, size: int) -> None:
+    def save_gradient_input(self, key: CallKey, values: list, size: int) -> None:
         tags = {tag for value in values for tag in self.tags_of(value)}
         statistics = sorted(tag for tag in tags if isinstance(tag, str))
-        sources = [tag for tag in tags if isinstance(tag, SourceKey)]
+        sources = [tag for tag in tags if isinstance(tag, CallKey)]
         copies = []
         for value in values:
             if isinstance(value, Tensor):
                 self.keep(value)
                 value = own_copy(value)
             copies.append(value)
-        self.meetings[key] = Meeting(copies, size, statistics, sources)
+        self.gradient_inputs[key] = GradientInput(copies, size, statistics, sources)
         used = {each.tag: each for each in self.statistics.values()}
         for tag in statistics:
             if used[tag] not in self.run.record.statistics:
                 self.run.record.statistics.append(used[tag])
 
     def enter_ddp(self, args: tuple, kwargs: dict) -> bool:
-        """Record a meeting for the inputs of DDP; in a replay, are they the merged inputs?"""
-        if not self.run.has_no_loader() or (self.feeder and not self.feeder.meetings_of_ranks):
+        """Record the inputs of DDP as a gradient input; in a replay, are they the merged ones?"""
+        if not self.run.has_no_loader() or (
+            self.feeder and not self.feeder.gradient_inputs_of_ranks
+        ):
             return False
         self.size = size_of((list(args), kwargs))
         values = [part for part in parts_of(args, kwargs) if is_plain(part)]
         values = [value for value in values if not value.requires_grad]
         changed = self.record_or_match("model", values, self.size)
-        self.note_training(self.open_meeting)
-        self.open_meeting = None
+        self.note_training(self.open_gradient_input)
+        self.open_gradient_input = None
         return not changed
 
     def finish(self) -> None:
@@ -361,13 +365,13 @@ class LoopWatcher:
         if self.feeder or not run.has_no_loader():
             return
         needed = {
-            key: Source(self.sources[key], meeting.size)
-            for meeting in reversed(self.meetings.values())
-            for key in meeting.sources
-            if meeting.trains and key in self.sources
+            key: Source(self.sources[key], gradient_input.size)
+            for gradient_input in reversed(self.gradient_inputs.values())
+            for key in gradient_input.sources
+            if gradient_input.trains and key in self.sources
         }
         place = (run.settings.folder, run.settings.name, run.record.rank)
-        save_tensors((needed, self.meetings), loop_file(*place))
+        save_tensors((needed, self.gradient_inputs), loop_file(*place))
 
 
 def watch_threads(watcher: LoopWatcher) -> None:
@@ -387,10 +391,10 @@ def watch_threads(watcher: LoopWatcher) -> None:
 
 
 def install(
-    run: RankRun, draws: Draws, steps: StepWatcher, source: Feeder | InputKeeper
+    run: RankRun, draws: Draws, steps: StepWatcher, batch_io: Feeder | InputKeeper
 ) -> LoopWatcher:
-    watcher = LoopWatcher(run, draws, source if isinstance(source, Feeder) else None, steps)
-    source.loop_watcher = watcher
+    watcher = LoopWatcher(run, draws, batch_io if isinstance(batch_io, Feeder) else None, steps)
+    batch_io.loop_watcher = watcher
     run.at_end.append(watcher.finish)
     watch_threads(watcher)
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from prove.rank_record import Backward, Flag
 from prove.watch.model import ModelWatcher
-from prove.watch.rank_run import RankRun, where, wrap
+from prove.watch.rank_run import RankRun, source_line, wrap
 
-MOST_CALLS = 64
+MAX_BACKWARDS = 64
 LOSSES = (
     "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div",
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "ctc_loss", "gaussian_nll_loss",
@@ -58,7 +58,7 @@ def watch_backward(run: RankRun, model: ModelWatcher) -> None:
         def loss(original: Callable, *args: Any, **kwargs: Any) -> Any:
             nonlocal loss_at
             if run.record.step_count == 0:
-                loss_at = where()
+                loss_at = source_line()
             return original(*args, **kwargs)
 
     @wrap(Tensor, "backward")
@@ -70,8 +70,8 @@ def watch_backward(run: RankRun, model: ModelWatcher) -> None:
         with model.draws.paused():
             for tell in run.events.backwards:
                 tell(self)
-        if len(run.record.backwards) < MOST_CALLS:
-            run.record.backwards.append(Backward(where(), run.record.step_count, loss_at))
+        if len(run.record.backwards) < MAX_BACKWARDS:
+            run.record.backwards.append(Backward(source_line(), run.record.step_count, loss_at))
             loss_at = ""
         inside = True
         try:

@@ -31,10 +31,10 @@ from prove.watch.model_tensors import (
     without_wrappers,
 )
 from prove.watch.outputs import OutputWatcher
-from prove.watch.rank_run import RankRun, where, wrap
-from prove.watch.steps import MOST_STEPS, FunctionalParameters, StepWatcher
+from prove.watch.rank_run import RankRun, source_line, wrap
+from prove.watch.steps import MAX_STEPS, FunctionalParameters, StepWatcher
 
-MOST_CALLS = 64
+MAX_MODEL_CALLS = 64
 
 
 class ModelWatcher:
@@ -51,7 +51,7 @@ class ModelWatcher:
         self.averaged: set[int] = set()  # ids of parameters that a DDP averages
         self.loop_watcher: Any = None  # a LoopWatcher, if operations are watched
 
-    def keep_start(self) -> None:
+    def save_start(self) -> None:
         """Keep the weights of the start at the first batch or forward; in a replay, set them."""
         run, steps = self.run, self.steps
         has_model = steps.optimizers or self.ddps or self.called_in_training
@@ -106,13 +106,13 @@ class ModelWatcher:
             for p in (*self.parameters.values(), *held)
         )
 
-    def note_weights(self) -> None:
+    def record_weights(self) -> None:
         """Record all weights between two batches after a step, by an optimizer or the script."""
         noted, steps = self.run.record.weights, self.run.record.step_count
-        if len(noted) <= MOST_STEPS and steps not in noted and self.parameters:
+        if len(noted) <= MAX_STEPS and steps not in noted and self.parameters:
             noted[steps] = {key: project(p) for key, p in self.parameters.items()}
 
-    def note_received_weights(self) -> None:
+    def record_received_weights(self) -> None:
         """Count a step when weights arrive from rank 0, which alone steps: a parameter server."""
         record = self.run.record
         if not self.run.joined or any(optimizer.steps for optimizer in record.optimizers):
@@ -120,18 +120,18 @@ class ModelWatcher:
         before = record.weights.get(record.step_count)
         if before and any(project(self.parameters[key]) != old for key, old in before.items()):
             record.step_count += 1
-            self.note_weights()
+            self.record_weights()
 
     def finish(self) -> None:
         self.steps.end_batch()
         if not self.steps.ends_inside_step:
-            self.note_weights()
-        self.write_names()
-        self.write_parameters_of_ddp()
+            self.record_weights()
+        self.record_names()
+        self.record_parameters_of_ddp()
         self.run.tensors["schedule_settings"] = self.steps.schedule_settings
         self.run.record.not_comparable = sorted(not_comparable)
 
-    def write_names(self) -> None:
+    def record_names(self) -> None:
         """Record the names of each optimizer's parameters, and which of them are outside DDP."""
         names: dict[int, str] = {}
         for module in [*(ddp.module for ddp in self.ddps), *self.called_in_training]:
@@ -155,7 +155,7 @@ class ModelWatcher:
         noted = [pair for held in self.run.record.weights.values() for pair in held.items()]
         return {key for key, weights in noted if weights != first[key]}
 
-    def write_parameters_of_ddp(self) -> None:
+    def record_parameters_of_ddp(self) -> None:
         """Record which parameters of DDP no optimizer holds, and which never got a gradient."""
         held, had_gradient = self.steps.held_parameters(), self.steps.had_gradient
         keys, moved = {id(p): key for key, p in self.parameters.items()}, self.moved_parameters()
@@ -185,26 +185,26 @@ class ModelWatcher:
         belongs = (any(part is module for part in ddp.modules()) for ddp in self.ddps)
         return next((number for number, is_part in enumerate(belongs) if is_part), None)
 
-    def note_call(self, module: nn.Module, inputs: tuple) -> None:
+    def record_call(self, module: nn.Module, inputs: tuple) -> None:
         """Record that the script itself calls a module."""
-        run, number = self.run, self.number_of_ddp(module)
+        run, ddp_index = self.run, self.number_of_ddp(module)
         if any(is_functorch_wrapped_tensor(p) or is_lazy(p) for p in module.parameters()):
             return  # torch.func replaces its tensors, or a lazy module has none yet
         for tell in run.events.module_calls:
-            tell(module, number)
+            tell(module, ddp_index)
         trains = module.training and torch.is_grad_enabled()
         if not trains or next(module.parameters(), None) is None:
             return
         self.note_trained(module)
-        ddp = None if number is None else run.record.ddps[number]
+        ddp = None if ddp_index is None else run.record.ddps[ddp_index]
         if ddp and isinstance(module, DistributedDataParallel):
             ddp.forwards += 1
         elif ddp:
-            ddp.forwards_around[where()] = ddp.forwards_around.get(where(), 0) + 1
+            ddp.forwards_around[source_line()] = ddp.forwards_around.get(source_line(), 0) + 1
         tensors = tensors_in(list(inputs))
-        if len(run.record.model_calls) < MOST_CALLS and tensors:
+        if len(run.record.model_calls) < MAX_MODEL_CALLS and tensors:
             loader_pass = run.current_loader_pass
-            batch = (loader_pass.number, loader_pass.batches_given) if loader_pass else (0, 0)
+            batch = (loader_pass.pass_index, loader_pass.batches_given) if loader_pass else (0, 0)
             rows, size = batch_size_of(inputs[0]), run.current_batch_size()
             run.record.model_calls.append(ModelCall(checksum(tensors[0]), rows, batch, size))
 
@@ -213,14 +213,14 @@ class ModelWatcher:
             self.called_in_training.append(module)
             if is_divided(module):
                 self.run.flag(Flag.MODEL_IS_DIVIDED)
-            self.steps.hold_by_hand(module)
+            self.steps.watch_for_steps_by_hand(module)
             self.name_parameters(module)
         self.steps.begin_forward()
-        self.keep_start()
-        self.note_weights()
+        self.save_start()
+        self.record_weights()
 
 
-def watch_ddp(run: RankRun, model: ModelWatcher, source: Feeder | InputKeeper) -> None:
+def watch_ddp(run: RankRun, model: ModelWatcher, batch_io: Feeder | InputKeeper) -> None:
     """Watch DDP, and replace its inputs by those that `source` returns."""
 
     @wrap(DistributedDataParallel, "__init__")
@@ -234,16 +234,16 @@ def watch_ddp(run: RankRun, model: ModelWatcher, source: Feeder | InputKeeper) -
         if not run.record.step_count:
             run.tensors.pop("start", None)  # DDP has just changed the weights
             run.record.weights.clear()
-        run.record.ddps.append(DDPRecord(where()))
+        run.record.ddps.append(DDPRecord(source_line()))
         for p in module.parameters():
             model.steps.watch_gradient(p)
 
     @wrap(DistributedDataParallel, "forward")
     def forward(original: Callable, self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        model.keep_start()
+        model.save_start()
         if self.module.training and torch.is_grad_enabled():
             with model.draws.paused():
-                inputs, kwargs = source.inputs(inputs, kwargs)
+                inputs, kwargs = batch_io.inputs(inputs, kwargs)
             if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
                 run.flag(Flag.USES_AUTOCAST)
         with model.draws.in_model():
@@ -269,7 +269,7 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
             with model.draws.paused():
                 if run.settings.float64:
                     make_double(module)
-                model.note_call(module, inputs)
+                model.record_call(module, inputs)
                 layers.enter(module)
                 if model.loop_watcher and not isinstance(module, DistributedDataParallel):
                     inputs_of_all = model.loop_watcher.enter_module(module, inputs)
@@ -329,12 +329,12 @@ def unwrapped(tensor: Any) -> Any:
     return tensor
 
 
-def install(run: RankRun, draws: Draws, source: Feeder | InputKeeper) -> ModelWatcher:
-    feeder = source if isinstance(source, Feeder) else None
+def install(run: RankRun, draws: Draws, batch_io: Feeder | InputKeeper) -> ModelWatcher:
+    feeder = batch_io if isinstance(batch_io, Feeder) else None
     model = ModelWatcher(run, steps.install(run, draws, feeder))
     run.models = model
     run.at_end.append(model.finish)
-    watch_ddp(run, model, source)
+    watch_ddp(run, model, batch_io)
     watch_modules(run, model)
     watch_functional_calls(run, model)
     return model

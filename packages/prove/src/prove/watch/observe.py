@@ -34,8 +34,8 @@ def seed_of(settings: Settings) -> int:
     """
     rank = int(os.environ.get("RANK", 0)) if settings.mode == Mode.CONTROL else 0
     if settings.mode not in (Mode.OBSERVE, Mode.BARE):
-        observed = read_records(settings.folder, Mode.OBSERVE)
-        return observed[min(rank, len(observed) - 1)].seed
+        observed_records = read_records(settings.folder, Mode.OBSERVE)
+        return observed_records[min(rank, len(observed_records) - 1)].seed
     return int.from_bytes(os.urandom(4), "big")
 
 
@@ -57,8 +57,8 @@ def install() -> RankRun:
             float64.install()
         torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore
         draws = random_numbers.install(run)
-        source = feeder.install(run, draws)
-        model_watcher = model.install(run, draws, source)
+        batch_io = feeder.install(run, draws)
+        model_watcher = model.install(run, draws, batch_io)
         loss.install(run, model_watcher)
         data.install(run, model_watcher)
         schedule.install(run)
@@ -69,8 +69,8 @@ def install() -> RankRun:
         if settings.watches_operations:
             steps = model_watcher.steps
             operations.install(draws, steps.by_hand, steps.begin_step_by_hand)
-            model_watcher.loop_watcher = loop_watcher.install(run, draws, steps, source)
-    atexit.register(run.write, Ended.AT_ITS_END)
+            model_watcher.loop_watcher = loop_watcher.install(run, draws, steps, batch_io)
+    atexit.register(run.write, Ended.FINISHED)
 
     @wrap(sys, "excepthook")
     def hook(show: Callable, kind: Any, error: BaseException, trace: Any) -> None:

@@ -13,7 +13,7 @@ from prove.watch.batches import tensors_in
 from prove.watch.model_tensors import projection_vector, without_wrappers
 from prove.watch.rank_run import RankRun, is_loading
 
-MOST_OUTPUTS = 2000
+MAX_OUTPUTS = 2000
 
 
 class OutputWatcher:
@@ -26,7 +26,7 @@ class OutputWatcher:
         return (
             record.step_count == 0
             and (self.run.joined or self.run.replaying)
-            and len(record.outputs) < MOST_OUTPUTS
+            and len(record.outputs) < MAX_OUTPUTS
             and torch.is_grad_enabled()
         )
 
@@ -52,5 +52,5 @@ class OutputWatcher:
         except NotComparableError:
             return
         products = rows @ projection_vector(rows.shape[1], rows.device)
-        name, kind = self.names[id(layer)], type(layer).__name__
-        self.run.record.outputs.append(LayerOutput(name, kind, products.tolist()))
+        name, class_name = self.names[id(layer)], type(layer).__name__
+        self.run.record.outputs.append(LayerOutput(name, class_name, products.tolist()))

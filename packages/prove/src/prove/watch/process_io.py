@@ -22,14 +22,14 @@ from torch.distributed.algorithms import Join
 from prove.comparable import precision
 from prove.rank_record import (
     DDP_CALLS,
-    MOST_COLLECTIVES,
+    MAX_COLLECTIVES,
     Collective,
     Ended,
     Flag,
     PrintedText,
     calls_file,
 )
-from prove.watch.rank_run import OWN_FOLDERS, RankRun, callers, where, wrap, wrap_everywhere
+from prove.watch.rank_run import OWN_FOLDERS, RankRun, callers, source_line, wrap, wrap_everywhere
 
 COLLECTIVES = [
     "all_reduce", "broadcast", "barrier", "monitored_barrier", "all_gather", "all_gather_object",
@@ -41,7 +41,7 @@ COLLECTIVES = [
 POINT_TO_POINT = [
     "send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list",
 ]  # fmt: skip
-MOST_CALLS = 1000
+MAX_PRINTED_TEXTS = 1000
 TORCH = os.path.dirname(torch.__file__)
 
 # Folders whose files several processes share by agreement, or that hold no results.
@@ -59,9 +59,9 @@ def watch_collective(run: RankRun, name: str, printed_name: str = "") -> None:
         if inside or not run.joined or (group and dist.get_world_size(group) != world_size):
             return original(*args, **kwargs)
         progress.collective = Collective(
-            printed_name or name, where(), run.running_batchnorm(), calling_library()
+            printed_name or name, source_line(), run.running_batchnorm(), calling_library()
         )
-        if len(run.record.collectives) < MOST_COLLECTIVES:
+        if len(run.record.collectives) < MAX_COLLECTIVES:
             run.record.collectives.append(progress.collective)
             with calls_file(run.settings.folder, run.settings.name, run.record.rank).open("a") as f:
                 f.write("\t".join(progress.collective) + "\n")
@@ -114,7 +114,7 @@ def call_that_may_wait(run: RankRun, name: str, function: Callable, *args: Any, 
     inside = progress.collective is not None or progress.waits_in is not None
     if inside or not run.joined or threading.current_thread() is not threading.main_thread():
         return function(*args, **more)
-    progress.waits_in = Collective(name, where())
+    progress.waits_in = Collective(name, source_line())
     run.note_event()
     try:
         return function(*args, **more)
@@ -154,7 +154,7 @@ def watch_groups(run: RankRun) -> None:
     @wrap(dist, "destroy_process_group")
     def end(original: Callable, group: Any = None) -> None:
         if group in (None, dist.group.WORLD):
-            run.write(Ended.AT_ITS_END)
+            run.write(Ended.FINISHED)
         original(group)
 
     @wrap_everywhere(c10d, "new_group")
@@ -338,9 +338,9 @@ class PrintWatcher:
 
     def note(self, text: str, on_terminal: bool, outside: str = "") -> bool:
         record = self.run.record
-        if len(record.printed) >= MOST_CALLS or not text.strip():
+        if len(record.printed) >= MAX_PRINTED_TEXTS or not text.strip():
             return False
-        at, first_epoch = where(outside=outside), not self.run.in_second_epoch
+        at, first_epoch = source_line(outside=outside), not self.run.in_second_epoch
         record.printed.append(PrintedText(text, at, record.step_count, first_epoch, on_terminal))
         return True
 

@@ -101,7 +101,7 @@ def is_loading(frame: FrameType | None) -> bool:
     return any(file in LOADING_FILES for file, *_ in callers(frame))
 
 
-def where(frame: FrameType | None = None, outside: str = "") -> str:
+def source_line(frame: FrameType | None = None, outside: str = "") -> str:
     """Find the innermost line of the user's code, outside of functions named `outside`."""
     for file, line, function in callers(frame):
         if is_user_file(file) and function != outside:
@@ -163,7 +163,7 @@ class RankRun:
             self.begin_in_this_process()
             self.record.rank, self.record.world_size = dist.get_rank(), dist.get_world_size()
             self.joined = True
-            multiprocessing.util.Finalize(None, self.write, (Ended.AT_ITS_END,), exitpriority=100)
+            multiprocessing.util.Finalize(None, self.write, (Ended.FINISHED,), exitpriority=100)
             threading.Thread(target=self.write_until_end, daemon=True).start()
 
     def note_event(self) -> None:
@@ -171,7 +171,7 @@ class RankRun:
 
     def flag(self, flag: Flag) -> None:
         if flag not in self.record.flags:
-            self.record.flags[flag] = where()
+            self.record.flags[flag] = source_line()
 
     def has_no_loader(self) -> bool:
         return not any(loader_pass.with_gradients for loader_pass in self.record.loader_passes)
@@ -194,7 +194,7 @@ class RankRun:
     def write_record(self, ended: Ended) -> None:
         record, progress = self.record, self.record.progress
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        progress.at = where(frame)
+        progress.source_line = source_line(frame)
         progress.cpu_seconds = round(time.clock_gettime(self.main_clock), 1)
         progress.in_backward = frame is not None and "_run_backward" in frame.f_code.co_name
         progress.in_ddp = frame is not None and frame.f_code.co_filename == DDP_FILE

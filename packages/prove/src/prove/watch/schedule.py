@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from prove.rank_record import ScheduleRecord
-from prove.watch.rank_run import RankRun, where, wrap
+from prove.watch.rank_run import RankRun, source_line, wrap
 
-MOST_AHEAD = 50_000  # limit of steps for a copy
-MOST_SECONDS = 0.5  # time limit of these steps
+MAX_STEPS_AHEAD = 50_000  # limit of steps for a copy
+MAX_SECONDS_AHEAD = 0.5  # time limit of these steps
 REPEATED = ("CosineAnnealingWarmRestarts", "CyclicLR")  # schedules that never end
 NO_CHANGE = 1e-12  # relative to the highest rate; a smaller change is rounding
 
@@ -34,13 +34,13 @@ class WatchedSchedule:
         self.rates.append(rate_of(self.scheduler))
         self.record.step_count += 1
         if loader_pass := run.current_loader_pass:
-            self.batches.setdefault(loader_pass.number, set()).add(loader_pass.batches_given)
+            self.batches.setdefault(loader_pass.pass_index, set()).add(loader_pass.batches_given)
 
     def finish(self) -> None:
         record = self.record
         record.batches = sum(map(len, self.batches.values()))
         record.by_batch = any(len(batches) > 1 for batches in self.batches.values())
-        if record.by_batch and record.kind not in REPEATED:
+        if record.by_batch and record.class_name not in REPEATED:
             ahead, is_its_end = rates_ahead(self.scheduler)
             curve = [*self.rates, *ahead]
             record.highest_rate, record.length = max(curve), length_of(curve, is_its_end)
@@ -58,7 +58,7 @@ class ScheduleWatcher:
         run = self.run
         if self.depth or run.current_loader_pass is None:  # another scheduler steps or makes it
             return original(scheduler, *args, **kwargs)
-        at = where()
+        at = source_line()
         if isinstance(scheduler, ReduceLROnPlateau):
             metric = args[0] if args else kwargs.get("metrics")
             for tell in run.events.metrics:
@@ -122,7 +122,7 @@ def rates_ahead(scheduler: Any) -> tuple[list[float], bool]:
     If it did not, the limit of time or steps was reached first.
     """
     rates: list[float] = []
-    end = time.monotonic() + MOST_SECONDS
+    end = time.monotonic() + MAX_SECONDS_AHEAD
     try:
         memo = {id(function): function for function in functions_in(scheduler)}
         optimizer = scheduler.optimizer
@@ -130,7 +130,7 @@ def rates_ahead(scheduler: Any) -> tuple[list[float], bool]:
         twin = copy.deepcopy(scheduler, memo)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            while len(rates) < MOST_AHEAD and time.monotonic() < end:
+            while len(rates) < MAX_STEPS_AHEAD and time.monotonic() < end:
                 twin.step()
                 rates.append(rate_of(twin))
     except Exception:  # OneCycleLR after its last step, or any error of the script's schedule

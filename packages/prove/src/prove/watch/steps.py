@@ -25,9 +25,9 @@ from prove.watch.model_tensors import (
     schedule_settings,
 )
 from prove.watch.operations import OptimizerByHand
-from prove.watch.rank_run import RankRun, where, wrap
+from prove.watch.rank_run import RankRun, source_line, wrap
 
-MOST_STEPS = 24  # limit of recorded steps per optimizer
+MAX_STEPS = 24  # limit of recorded steps per optimizer
 
 
 class FunctionalParameters:
@@ -139,11 +139,13 @@ class StepWatcher:
         with self.draws.paused():
             if self.by_hand not in self.optimizers:
                 self.optimizers.append(self.by_hand)
-                self.run.record.optimizers.append(OptimizerRecord(where(), False, is_by_hand=True))
+                self.run.record.optimizers.append(
+                    OptimizerRecord(source_line(), False, is_by_hand=True)
+                )
             self.before_step(self.by_hand, (), {})
             self.depth, self.in_step_by_hand = 0, True
 
-    def hold_by_hand(self, module: nn.Module) -> None:
+    def watch_for_steps_by_hand(self, module: nn.Module) -> None:
         """Watch whether the script itself changes parameters that no optimizer holds."""
         held = self.held_parameters()
         for p in module.parameters():
@@ -162,7 +164,7 @@ class StepWatcher:
             (each for each in (*args[1:], kwargs.get("closure")) if callable(each)), None
         )
         if closure is None:
-            self.write_step(optimizer)
+            self.record_step(optimizer)
             return None
         is_first = True
 
@@ -171,24 +173,28 @@ class StepWatcher:
             loss = closure()
             if is_first:
                 is_first = False
-                self.write_step(optimizer)
+                self.record_step(optimizer)
             return loss
 
         if len(args) > 1:
             return (args[0], watched_closure, *args[2:]), kwargs
         return args, kwargs | {"closure": watched_closure}
 
-    def write_step(self, optimizer: Any) -> None:
-        run, number = self.run, self.optimizers.index(optimizer)
-        steps = run.record.optimizers[number].steps
+    def record_step(self, optimizer: Any) -> None:
+        run, optimizer_index = self.run, self.optimizers.index(optimizer)
+        steps = run.record.optimizers[optimizer_index].steps
         with self.draws.paused():
-            if len(steps) < MOST_STEPS:
+            if len(steps) < MAX_STEPS:
                 steps.append(self.step_of(optimizer))
-                self.schedule_settings.setdefault(number, []).append(schedule_settings(optimizer))
+                self.schedule_settings.setdefault(optimizer_index, []).append(
+                    schedule_settings(optimizer)
+                )
                 if len(steps) == 1:
-                    run.gradients[number] = full_copies([p.grad for p in parameters_of(optimizer)])
+                    run.gradients[optimizer_index] = full_copies(
+                        [p.grad for p in parameters_of(optimizer)]
+                    )
             if self.feeder:
-                self.feeder.use_recorded_schedule(optimizer, number, len(steps) - 1)
+                self.feeder.use_recorded_schedule(optimizer, optimizer_index, len(steps) - 1)
         self.exchanges_before = run.exchanges
 
     def step_of(self, optimizer: Optimizer) -> OptimizerStep:
@@ -196,7 +202,7 @@ class StepWatcher:
         gradients = [None if p.grad is None else project(p.grad) for p in parameters]
         local = [self.local.get(id(p), LocalGradient()) for p in parameters]
         return OptimizerStep(
-            at=where(),
+            source_line=source_line(),
             batch=loader_pass.batches_given if loader_pass else 0,
             epoch=loader_pass.epoch if loader_pass else 0,
             batch_size=self.run.current_batch_size(),
@@ -224,7 +230,7 @@ class StepWatcher:
             return
         run = self.run
         with self.draws.paused():
-            self.write_weights(optimizer)
+            self.record_weights_after(optimizer)
         run.note_event()
         # The script may only copy master weights, which an optimizer has stepped.
         copies = optimizer is self.by_hand and run.record.step_count > self.steps_at_batch
@@ -243,13 +249,13 @@ class StepWatcher:
             self.ends_inside_step = True
             run.end_early()
 
-    def write_weights(self, optimizer: Any) -> None:
+    def record_weights_after(self, optimizer: Any) -> None:
         """Record the weights after the step.
 
         In a replay, set the script's own learning rates again.
         """
-        number = self.optimizers.index(optimizer)
-        own_record = self.run.record.optimizers[number]
+        optimizer_index = self.optimizers.index(optimizer)
+        own_record = self.run.record.optimizers[optimizer_index]
         step = own_record.steps[-1] if own_record.steps else None
         if step is None or step.weights_after:
             return
@@ -259,64 +265,64 @@ class StepWatcher:
         if step.exchanges_inside:
             step.moments = [moments_of(optimizer, p) for p in parameters_of(optimizer)]
         if self.run.replaying:
-            own_schedule = self.schedule_settings[number][-1]
+            own_schedule = self.schedule_settings[optimizer_index][-1]
             for group, settings in zip(optimizer.param_groups, own_schedule, strict=True):
                 group.update(settings)
         if own_record.is_by_hand and len(own_record.steps) == 1 and not any(step.gradients):
-            self.keep_changes(number, own_record)
+            self.save_changes(optimizer_index, own_record)
 
     def note_functional_call(self, module: nn.Module, named: dict[str, Tensor]) -> None:
         """Record a step if the weights of a batch's first call differ from the last batch's."""
         loader_pass = self.run.current_loader_pass
         if loader_pass is None or any(tensor.grad_fn is not None for tensor in named.values()):
             return  # other weights within one batch: an inner loop
-        batch = loader_pass.number, loader_pass.batches_given
+        batch = loader_pass.pass_index, loader_pass.batches_given
         before, now = self.functional.get(module), FunctionalParameters(named, batch)
         if before is None:
             self.functional[module] = now
         elif before.batch != batch and before.names == now.names:
             self.functional[module] = now
-            self.write_functional_step(module, before, now)
+            self.record_functional_step(module, before, now)
             loader_pass.step_count += 1
 
-    def write_functional_step(
+    def record_functional_step(
         self, module: nn.Module, before: FunctionalParameters, now: FunctionalParameters
     ) -> None:
         run, old, new = self.run, parameters_of(before), parameters_of(now)
         weights_before, weights_after = [*map(project, old)], [*map(project, new)]
         if weights_before == weights_after:
             return
-        number = self.numbers_of_functional.get(module)
-        if number is None:
-            number = self.numbers_of_functional[module] = len(self.optimizers)
-            record = OptimizerRecord(where(), False, is_by_hand=True, compares_changes=True)
+        optimizer_index = self.numbers_of_functional.get(module)
+        if optimizer_index is None:
+            optimizer_index = self.numbers_of_functional[module] = len(self.optimizers)
+            record = OptimizerRecord(source_line(), False, is_by_hand=True, compares_changes=True)
             run.record.optimizers.append(record)
             self.optimizers.append(now)
-            run.gradients[number] = full_copies(
+            run.gradients[optimizer_index] = full_copies(
                 [after.detach() - earlier.detach() for after, earlier in zip(new, old, strict=True)]
             )
         nothing: list = [None] * len(new)
         epoch = run.current_loader_pass.epoch if run.current_loader_pass else 0
         step = OptimizerStep(
-            where(), before.batch[1], epoch, run.current_batch_size(), [0.0], 1.0, "",
+            source_line(), before.batch[1], epoch, run.current_batch_size(), [0.0], 1.0, "",
             weights_before, nothing, nothing, False, weights_after,
         )  # fmt: skip
-        if len(run.record.optimizers[number].steps) < MOST_STEPS:
-            run.record.optimizers[number].steps.append(step)
+        if len(run.record.optimizers[optimizer_index].steps) < MAX_STEPS:
+            run.record.optimizers[optimizer_index].steps.append(step)
         run.record.step_count += 1
         run.note_event()
 
-    def keep_changes(self, number: int, own_record: OptimizerRecord) -> None:
+    def save_changes(self, optimizer_index: int, own_record: OptimizerRecord) -> None:
         """Let the change of the weights stand for gradients that were never in p.grad.
 
         Gradients of autograd.grad are an example.
         """
         after = full_copies(parameters_of(self.by_hand))
         pairs = zip(after, self.weights_by_hand, strict=True)
-        self.run.gradients[number] = [new - old for new, old in pairs]
+        self.run.gradients[optimizer_index] = [new - old for new, old in pairs]
         own_record.compares_changes = True
 
-    def note_rates(self) -> None:
+    def record_rates(self) -> None:
         """Record the learning rates of this rank at the end of an epoch."""
         rates = [rate for optimizer in self.optimizers_of_torch() for rate in rates_of(optimizer)]
         self.run.record.rates_after_epochs.append(rates)
@@ -349,7 +355,7 @@ def install(run: RankRun, draws: Draws, feeder: Feeder | None) -> StepWatcher:
         if self not in steps.optimizers:
             steps.optimizers.append(self)
             is_adaptive = "betas" in self.defaults
-            run.record.optimizers.append(OptimizerRecord(where(), is_adaptive))
+            run.record.optimizers.append(OptimizerRecord(source_line(), is_adaptive))
 
     @wrap(Optimizer, "add_param_group")
     def add_group(original: Callable, self: Any, group: dict) -> None:

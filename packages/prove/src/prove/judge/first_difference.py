@@ -10,15 +10,17 @@ from prove.rank_record import LayerOutput, Mode
 LIMIT = 1e-6  # relative to the largest value
 
 
-def place_of_difference(replay: Replay) -> dict[str, Any]:
+def first_difference(replay: Replay) -> dict[str, Any]:
     """Return a phrase for the end of a sentence: the first layer that differs, or none."""
     if replay.name == Mode.SEQUENCE:  # a sequence calls each layer more often
         return phrase(Phrase.NOTHING)
-    in_turn = zip(*(rank.outputs for rank in replay.records), replay.replayed.outputs, strict=False)
+    in_turn = zip(
+        *(rank.outputs for rank in replay.records), replay.one_rank_record.outputs, strict=False
+    )
     seen = 0
     for *ranks_outputs, one_output in in_turn:
         for rank, own in enumerate(ranks_outputs):
-            if (own.layer, own.kind) != (one_output.layer, one_output.kind):
+            if (own.layer, own.class_name) != (one_output.layer, one_output.class_name):
                 facts = {"rank": rank, "layer": name_of(own), "other": name_of(one_output)}
                 return phrase(Phrase.OTHER_LAYER, **facts)
         if len(one_output.rows) != sum(len(own.rows) for own in ranks_outputs):
@@ -30,7 +32,7 @@ def place_of_difference(replay: Replay) -> dict[str, Any]:
 
 
 def name_of(output: LayerOutput) -> str:
-    return f"{output.layer} ({output.kind})".strip()
+    return f"{output.layer} ({output.class_name})".strip()
 
 
 def are_apart(ranks_outputs: list[LayerOutput], one_output: LayerOutput) -> bool:
@@ -43,7 +45,7 @@ def are_apart(ranks_outputs: list[LayerOutput], one_output: LayerOutput) -> bool
     )
 
 
-def place_of_loss(replay: Replay) -> str:
+def source_line_of_loss(replay: Replay) -> str:
     """Return the line of the first loss, or else of its backward; empty if unknown."""
-    backwards = replay.observed.backwards
-    return (backwards[0].loss_at or backwards[0].at) if backwards else ""
+    backwards = replay.rank_0_record.backwards
+    return (backwards[0].loss_source_line or backwards[0].source_line) if backwards else ""

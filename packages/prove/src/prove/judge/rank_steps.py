@@ -1,7 +1,7 @@
 """Put the same step, tensor or number of all ranks side by side: do they differ?"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,22 +15,17 @@ class StepOfRanks:
     """Holds one step of an optimizer, as each of the ranks wrote it down."""
 
     optimizer: OptimizerRecord
-    number: int
+    step_number: int
     steps: list[OptimizerStep]
     exchange_precision: float  # spacing near 1 of the numbers that the ranks send
 
-    def by_parameter(self, name: str) -> list[tuple]:
-        """List the values of all ranks for each parameter; `name` is a field of OptimizerStep."""
-        return list(zip(*(getattr(step, name) for step in self.steps), strict=True))
-
-    def differing_parameters(self, name: str, limit: float = 1e-5) -> list[int]:
-        """Return the indices of the parameters whose tensors differ between the ranks."""
-        numbered = enumerate(self.by_parameter(name))
-        return [number for number, held in numbered if None not in held and differ(held, limit)]
+    def by_parameter(self, held: Callable[[OptimizerStep], list]) -> list[tuple]:
+        """List for each parameter what the ranks hold of it, such as its gradients."""
+        return list(zip(*map(held, self.steps), strict=True))
 
     @property
-    def at(self) -> str:
-        return self.steps[0].at
+    def source_line(self) -> str:
+        return self.steps[0].source_line
 
 
 def differ(projections: Sequence[Projection], limit: float = 1e-5) -> bool:
@@ -48,7 +43,7 @@ def names_apart(by_rank: list[dict[str, Projection]]) -> tuple[list[str], list[s
 
 
 def parameter_names(optimizer: OptimizerRecord, numbers: list[int]) -> list[str]:
-    return [optimizer.names[number] for number in numbers]
+    return [optimizer.names[index] for index in numbers]
 
 
 def steps_of(records: list[RankRecord]) -> list[StepOfRanks]:
@@ -57,10 +52,10 @@ def steps_of(records: list[RankRecord]) -> list[StepOfRanks]:
         if any(optimizer.keys != optimizers[0].keys for optimizer in optimizers):
             continue  # each rank holds only the parameters that it owns
         ranks_steps = zip(*(optimizer.steps for optimizer in optimizers), strict=False)
-        for number, of_each in enumerate(ranks_steps, start=1):
+        for step_number, of_each in enumerate(ranks_steps, start=1):
             if all(step.weights_after for step in of_each):
                 sent = records[0].exchange_precision
-                steps.append(StepOfRanks(optimizers[0], number, list(of_each), sent))
+                steps.append(StepOfRanks(optimizers[0], step_number, list(of_each), sent))
     return steps
 
 
@@ -69,7 +64,7 @@ def steps_with_old_gradients(steps: list[StepOfRanks]) -> list[StepOfRanks]:
     old = [
         step
         for step in steps
-        if step.number > 1 and all(of_rank.has_old_gradient for of_rank in step.steps)
+        if step.step_number > 1 and all(of_rank.has_old_gradient for of_rank in step.steps)
     ]
     return old if len(old) > 1 else []
 
@@ -80,5 +75,5 @@ def differing_statistic(records: list[RankRecord]) -> dict[str, Any] | None:
     for each in records[0].statistics:
         values = [own[each.tag] for own in numbers if each.tag in own]
         if len(values) == len(records) and max(values) - min(values) > 1e-6 * max(map(abs, values)):
-            return {"name": each.name, "at": each.at, "values": values}
+            return {"name": each.name, "at": each.source_line, "values": values}
     return None

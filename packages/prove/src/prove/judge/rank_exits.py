@@ -17,7 +17,7 @@ OTHER_MESSAGE = re.compile(  # errors that say: the other rank is in another col
 LAUNCHER = "torch.distributed.elastic"  # the launcher's own error says only that a rank failed
 INSTALLED = re.compile("-packages/|/lib/python|/prove/src/prove/")  # not of the script
 NO_CALL = Collective("no collective", "any place")
-MOST_CHARACTERS = 240  # longest error text in a row
+MAX_CHARACTERS = 240  # longest error text in a row
 
 
 def error_is(rank: RankRecord, kind: re.Pattern) -> bool:
@@ -28,7 +28,7 @@ def ends_with_others(rank: RankRecord) -> bool:
     return Flag.ENDS_WITH_OTHERS in rank.flags
 
 
-def without_our_ends(outcome: RunOutcome) -> RunOutcome:
+def excuse_connections_we_closed(outcome: RunOutcome) -> RunOutcome:
     """Excuse ranks that lost their connection because prove had ended another rank.
 
     prove ends a rank that has seen enough. Ranks that take other batches may still wait for it.
@@ -77,7 +77,7 @@ def state_of(rank: RankRecord, hang: bool) -> dict[str, Any]:
         words = "rank {rank} loses its connection at {at}"
         if error_is(rank, OTHER_MESSAGE):
             words = "rank {rank} gets the message of another collective at {at}"
-        return phrase(words, rank=number, at=rank.error.at)
+        return phrase(words, rank=number, at=rank.error.source_line)
     if rank.ended != Ended.NOT_YET:
         return phrase(
             "rank {rank} has ended after {steps} steps", rank=number, steps=rank.step_count
@@ -85,10 +85,10 @@ def state_of(rank: RankRecord, hang: bool) -> dict[str, Any]:
     if not hang:  # the process was killed, so only its last call is known
         last = rank.collectives[-1] if rank.collectives else NO_CALL
         words = "the process of rank {rank} ended in {name} at {at}"
-        return phrase(words, rank=number, name=last.name, at=last.at)
+        return phrase(words, rank=number, name=last.name, at=last.source_line)
     if call := rank.progress.collective or rank.progress.waits_in:
         words = "rank {rank} waits in {name} at {at}"
-        return phrase(words, rank=number, name=call.name, at=call.at)
+        return phrase(words, rank=number, name=call.name, at=call.source_line)
     words = "rank {rank} waits in its own code at {at}"
     if rank.progress.in_backward:
         words = "rank {rank} waits in backward at {at}"
@@ -96,7 +96,7 @@ def state_of(rank: RankRecord, hang: bool) -> dict[str, Any]:
         words = "rank {rank} waits for data, or for an import, at {at}"
     elif rank.progress.in_ddp:
         words = "rank {rank} waits in DDP's forward at {at}"
-    return phrase(words, rank=number, at=rank.progress.at)
+    return phrase(words, rank=number, at=rank.progress.source_line)
 
 
 def what_ranks_do(outcome: RunOutcome) -> str:
@@ -112,7 +112,8 @@ def error_of(outcome: RunOutcome) -> str:
         key=lambda rank: (error_is(rank, LOST_CONNECTION), rank.error and rank.error.seconds)
     )
     if failed and (error := failed[0].error):
-        return f"{error.kind} at {error.at}: {' '.join(error.message.split())[:MOST_CHARACTERS]}"
+        message = " ".join(error.message.split())[:MAX_CHARACTERS]
+        return f"{error.class_name} at {error.source_line}: {message}"
     lines = [line.strip() for line in outcome.log.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|error:", line)]
     ranks_errors = [line for line in errors if not line.startswith(LAUNCHER)]

@@ -7,11 +7,11 @@ from prove.judge.distances import numbers_differ
 from prove.judge.reasons import Phrase
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.table import ProofRow, ReportRow, right, warning
+from prove.judge.table import ReplayCheck, ReportRow, right, warning
 from prove.judge.wording import phrase
 from prove.rank_record import Ended, Flag, Mode, RankRecord, ScheduleRecord
 
-CHECK = ProofRow.SCHEDULE
+CHECK = ReplayCheck.SCHEDULE
 FEW_STEPS = 2  # spare steps that a script may add to a schedule
 LENGTH_TOLERANCE = 0.05  # allows for rounded lengths, or a few steps of warm-up
 
@@ -35,9 +35,9 @@ def schedule_rows(replay: Replay) -> list[ReportRow]:
 def rows_of_end(replay: Replay) -> list[ReportRow]:
     """Report that one rank ends by itself before it has had all batches of the ranks."""
     ranks_batches = min(map(training_batches, replay.records))
-    one_batches = training_batches(replay.replayed)
-    ends = replay.replayed.ended == Ended.AT_ITS_END and replay.name == Mode.REPLAY
-    ends &= replay.replayed.step_count < min(own.step_count for own in replay.records)
+    one_batches = training_batches(replay.one_rank_record)
+    ends = replay.one_rank_record.ended == Ended.FINISHED and replay.name == Mode.REPLAY
+    ends &= replay.one_rank_record.step_count < min(own.step_count for own in replay.records)
     if (
         not ends
         or one_batches >= ranks_batches
@@ -53,7 +53,7 @@ def training_batches(rank: RankRecord) -> int:
 
 
 def rows_of_rates(replay: Replay) -> list[ReportRow]:
-    if rows := rows_of_one_cycle(replay.observed):
+    if rows := rows_of_one_cycle(replay.rank_0_record):
         return rows
     by_batch = schedules_by_batch(replay)
     if not by_batch:
@@ -85,7 +85,7 @@ def rows_of_one_cycle(rank: RankRecord) -> list[ReportRow]:
             continue
         epochs = record.total_steps / steps
         facts = {
-            "total": record.total_steps, "steps": steps, "epochs": epochs, "at": record.at,
+            "total": record.total_steps, "steps": steps, "epochs": epochs, "at": record.source_line,
             "more": record.total_steps + 1, "run": math.ceil(epochs),
         }  # fmt: skip
         return [warning(CHECK, ReplayReason.ONE_CYCLE_ENDS_EARLY, **facts)]
@@ -96,18 +96,23 @@ def schedules_by_batch(replay: Replay) -> list[tuple[Schedule, Schedule]]:
     """Pair the schedules of a rank with those of the one rank, whose epochs have other lengths."""
     pairs: list[tuple[Schedule, Schedule]] = []
     if (
-        Flag.ASKED_FOR_LENGTH in replay.observed.flags
+        Flag.ASKED_FOR_LENGTH in replay.rank_0_record.flags
     ):  # such a schedule follows the loader, which prove cut
         return pairs
     for ranks_record, one_record in zip(
-        replay.observed.schedules, replay.replayed.schedules, strict=False
+        replay.rank_0_record.schedules, replay.one_rank_record.schedules, strict=False
     ):
         window = next(
-            (each.batches_per_step for each in replay.observed.loader_passes if each.step_count), 1
+            (
+                each.batches_per_step
+                for each in replay.rank_0_record.loader_passes
+                if each.step_count
+            ),
+            1,
         )
         both = (
-            measured_schedule(ranks_record, replay.observed, window),
-            measured_schedule(one_record, replay.replayed, window),
+            measured_schedule(ranks_record, replay.rank_0_record, window),
+            measured_schedule(one_record, replay.one_rank_record, window),
         )
         if both[0] is not None and both[1] is not None:
             pairs.append((both[0], both[1]))
@@ -142,7 +147,7 @@ def row_of_length(
         "batches": round(ranks_schedule.batches), "batches_of_one": round(one_schedule.batches),
         "epoch": ranks_schedule.batches_per_epoch, "epoch_of_one": one_schedule.batches_per_epoch,
         "epochs": ranks_schedule.epochs, "epochs_of_one": one_schedule.epochs,
-        "world_size": world_size, "at": ranks_schedule.record.at,
+        "world_size": world_size, "at": ranks_schedule.record.source_line,
     }  # fmt: skip
     if abs(lengths / epochs - 1) < LENGTH_TOLERANCE:
         rates = ranks_schedule.record.highest_rate, one_schedule.record.highest_rate
@@ -159,18 +164,20 @@ def row_of_length(
 
 def compare_rates(replay: Replay) -> list[ReportRow]:
     """Compare the learning rates and momenta of all ranks and of one rank, step by step."""
-    observed, replayed = replay.observed, replay.replayed
+    rank_0_record, one_rank_record = replay.rank_0_record, replay.one_rank_record
     steps = [
-        (*pair, phrase(Phrase.AT_STEP, step=n, at=pair[0].at))
-        for number in range(min(len(observed.optimizers), len(replayed.optimizers)))
-        for n, pair in enumerate(replay.steps(number), start=1)
+        (*pair, phrase(Phrase.AT_STEP, step=n, at=pair[0].source_line))
+        for optimizer_index in range(
+            min(len(rank_0_record.optimizers), len(one_rank_record.optimizers))
+        )
+        for n, pair in enumerate(replay.steps(optimizer_index), start=1)
     ]
     compared = [  # rates, when, and the reason if they differ
         (ranks_step.learning_rates, one_step.learning_rates, when, ReplayReason.RATE_DIFFERS)
         for ranks_step, one_step, when in steps
     ]
-    if observed.rates_after_epochs and replayed.rates_after_epochs:
-        rates = observed.rates_after_epochs[0], replayed.rates_after_epochs[0]
+    if rank_0_record.rates_after_epochs and one_rank_record.rates_after_epochs:
+        rates = rank_0_record.rates_after_epochs[0], one_rank_record.rates_after_epochs[0]
         when = phrase(Phrase.AFTER_EPOCH, epoch=1)
         compared.append((*rates, when, ReplayReason.RATE_AFTER_EPOCH_DIFFERS))
     compared += [  # one rank was given the momenta of the ranks, too
