@@ -171,10 +171,10 @@ def prepare(args: Namespace, device: torch.device, rank: int, world_size: int) -
     """What one rank can do, and check, alone."""
     path = find_checkpoint(args)
     micro_batch = local_batch_size(args.batch_size, world_size * args.accumulate)
-    norm_batch = micro_batch * world_size if args.sync_bn else micro_batch
+    batchnorm_batch = micro_batch * world_size if args.sync_bn else micro_batch
     train_set, test_set = load_dataset(args)
     torch.manual_seed(args.seed)
-    model = build_model(args.model, train_set, norm_batch).to(device)
+    model = build_model(args.model, train_set, batchnorm_batch).to(device)
     if args.sync_bn:  # PyTorch's own layer refuses to train on a CPU, so there, ours does
         if args.device == "cuda":
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
