@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from xml.etree import ElementTree
 
-from benchmarks.gpu_steps import Step
+from benchmarks.gpu_steps import GpuStep
 from benchmarks.result_files import Results
 from local_ranks.chapters import ROOT
 
@@ -18,7 +18,7 @@ PACKAGES = (".", "packages/prove/src", "packages/shm/src")  # where they lie, in
 MARK = "RUN_BY_GPU_PY"  # a variable of all processes that we start, so that we find them again
 
 
-def start(step: Step, folder: Path, output: Path) -> subprocess.Popen:
+def start(step: GpuStep, folder: Path, output: Path) -> subprocess.Popen:
     """Start the command as a reader would, in a session of its own."""
     paths = [*(str(ROOT / package) for package in PACKAGES), os.environ.get("PYTHONPATH", "")]
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), MARK: str(folder)}
@@ -73,7 +73,7 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
-def run(step: Step, folder: Path, seconds: float) -> Results:
+def run(step: GpuStep, folder: Path, seconds: float) -> Results:
     """Run a command; return how it ended and what it has left in its folder."""
     folder.mkdir()
     output, began = folder / "output.txt", time.monotonic()

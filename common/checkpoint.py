@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from common.options import UsageError
 from common.record import Progress, Recorder
-from common.run_folder import replace
+from common.run_folder import write_atomically
 
 
 def checkpoint_state(
@@ -32,7 +32,7 @@ def save_checkpoint(recorder: Recorder, model: Module, optimizer: Optimizer, **m
     """
     content = io.BytesIO()
     torch.save(checkpoint_state(recorder, model, optimizer, **more), content)
-    replace(recorder.args.run_dir / "checkpoint.pt", content.getbuffer())
+    write_atomically(recorder.args.run_dir / "checkpoint.pt", content.getbuffer())
     recorder.print_epoch()
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from common.run_folder import open_run_folder, replace, writing_to
+from common.run_folder import explain_write_errors, open_run_folder, write_atomically
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Recorder:
         self.seconds += self.seconds_of_steps()
         rows = zip(self.progress.losses[-n:], self.rates[-n:], self.seconds[-n:], strict=True)
         folder = self.args.run_dir
-        with writing_to(folder), (folder / "metrics.jsonl").open("a") as log:
+        with explain_write_errors(folder), (folder / "metrics.jsonl").open("a") as log:
             for step, (loss, lr, seconds) in enumerate(rows, self.progress.step - n + 1):
                 line = {"epoch": epoch, "step": step, "loss": loss, "lr": lr, "samples": samples}
                 log.write(json.dumps(line | {"seconds": round(seconds, 7)}) + "\n")
@@ -134,5 +134,5 @@ class Recorder:
             "torch": torch.__version__,
         }
         text = json.dumps(self.summary, indent=2) + "\n"
-        replace(self.args.run_dir / "summary.json", text.encode())
+        write_atomically(self.args.run_dir / "summary.json", text.encode())
         print(f"wrote metrics.jsonl, summary.json and checkpoint.pt to {self.args.run_dir}")

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 
-def patience(seconds: float) -> float:
+def timeout_under_load(seconds: float) -> float:
     """A time limit that only a hang reaches: as much longer as processes wait for a core."""
     return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 

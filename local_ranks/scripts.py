@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from local_ranks.chapters import ROOT
-from local_ranks.machine import patience, scratch_folder
+from local_ranks.machine import scratch_folder, timeout_under_load
 from local_ranks.ranks import (
-    NEW_PROCESSES,
+    PROCESS_DEFAULTS,
     STORE_OF_A_LAUNCHER,
     torchrun_variables,
 )
@@ -31,20 +31,20 @@ from local_ranks.ranks import (
 SECONDS = 60  # more than any rank takes; a hang ends here
 
 
-def launcher_variables(port: int | str, ranks: int = 2) -> dict[str, str]:
+def launcher_variables(port: int | str, world_size: int = 2) -> dict[str, str]:
     """What torchrun tells each rank. {RANK} stands for its number, see `run_script`."""
-    return torchrun_variables("{RANK}", ranks, port)
+    return torchrun_variables("{RANK}", world_size, port)
 
 
 def variables_of_rank(rank: int, variables: dict[str, str]) -> dict[str, str]:
     return {name: value.replace("{RANK}", str(rank)) for name, value in variables.items()}
 
 
-def store_of_a_launcher(ranks: int) -> tuple[dist.TCPStore, dict[str, str]]:
+def store_of_a_launcher(world_size: int) -> tuple[dist.TCPStore, dict[str, str]]:
     """The store where ranks meet, kept by this process as torchrun's agent does, and what the ranks
     are told. The caller holds the store as long as they run."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return store, launcher_variables(store.port, ranks) | STORE_OF_A_LAUNCHER
+    return store, launcher_variables(store.port, world_size) | STORE_OF_A_LAUNCHER
 
 
 def use_default_start_method() -> None:
@@ -69,7 +69,7 @@ def fork_ranks() -> None:
         return processes
 
     spawning.start_processes = by_fork  # type: ignore[attr-defined]
-    NEW_PROCESSES.start_method = "fork"
+    PROCESS_DEFAULTS.start_method = "fork"
 
 
 def _run_when(rank: int, all_started: Event, function: Callable, *args: Any) -> None:
@@ -114,7 +114,7 @@ def become_script(
 def run_script(
     script: str,
     *flags: str,
-    ranks: int = 1,
+    processes: int = 1,
     env: dict[str, str] | None = None,
     cwd: str | Path = ROOT,
     seconds: float = SECONDS,
@@ -122,28 +122,28 @@ def run_script(
     """Run `python SCRIPT FLAGS` as that many processes; exit status and output of each.
     env: what a launcher adds; {RANK} in a value becomes the rank."""
     output = f"{scratch_folder()}/out"
-    processes = []
-    for rank in range(ranks):
+    started = []
+    for rank in range(processes):
         variables = variables_of_rank(rank, env or {})
         arguments = (rank, variables, str(ROOT / script), flags, str(cwd), output)
-        processes.append(NEW_PROCESSES.context().Process(target=become_script, args=arguments))
-        processes[-1].start()
-    deadline = time.monotonic() + patience(seconds)
-    for process in processes:
+        started.append(PROCESS_DEFAULTS.context().Process(target=become_script, args=arguments))
+        started[-1].start()
+    deadline = time.monotonic() + timeout_under_load(seconds)
+    for process in started:
         process.join(max(0.1, deadline - time.monotonic()))
         if process.is_alive():
-            for other in processes:
+            for other in started:
                 other.kill()
             raise TimeoutError(f"{script} {' '.join(flags)} did not end in {seconds} s")
     return [
         (process.exitcode or 0, Path(f"{output}.{rank}").read_text())
-        for rank, process in enumerate(processes)
+        for rank, process in enumerate(started)
     ]
 
 
 def launch_script(
-    script: str, *flags: str, ranks: int = 2, env: dict[str, str] | None = None, **how: Any
+    script: str, *flags: str, world_size: int = 2, env: dict[str, str] | None = None, **how: Any
 ) -> list[tuple[int, str]]:
     """Call `run_script` for ranks that think torchrun has started them. env: more variables."""
-    _store, variables = store_of_a_launcher(ranks)
-    return run_script(script, *flags, ranks=ranks, env=variables | (env or {}), **how)
+    _store, variables = store_of_a_launcher(world_size)
+    return run_script(script, *flags, processes=world_size, env=variables | (env or {}), **how)

@@ -53,7 +53,7 @@ MESSAGES = (Kind.MESSAGE, Kind.STARTED, Kind.BUCKET)
 class Span(NamedTuple):
     kind: Kind
     thread: str  # main, or the name of another one
-    begin: float  # in seconds; in a Step, in milliseconds since its begin
+    begin: float  # in seconds; in a RecordedStep, in milliseconds since its begin
     end: float
 
 
@@ -71,7 +71,7 @@ class RankOfStep(TypedDict):
     spans: list[Span]
 
 
-class Step(TypedDict):
+class RecordedStep(TypedDict):
     """One step of all ranks."""
 
     ms: float

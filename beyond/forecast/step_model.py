@@ -47,7 +47,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepForecast:
     """spans: for each bucket, when it is ready, and when its all-reduce begins and ends."""
 
     seconds: float
@@ -68,19 +68,21 @@ def tree(size: float, world_size: int, link: Link) -> float:
     return 2 * math.ceil(math.log2(world_size)) * link.alpha + 2 * size / link.beta
 
 
-def two_levels(size: float, gpus: int, gpus_per_node: int, inside: Link, between: Link) -> float:
+def two_levels(
+    size: float, gpus: int, gpus_per_node: int, intra_node: Link, inter_node: Link
+) -> float:
     """The seconds of an all-reduce: a ring in each node, then across the nodes a ring or a tree.
 
-    between.beta: all network cards of a node together, because its GPUs share them.
+    inter_node.beta: all network cards of a node together, because its GPUs share them.
     """
     nodes, local = math.ceil(gpus / gpus_per_node), min(gpus, gpus_per_node)
-    across = min(ring(size, nodes, between), tree(size, nodes, between))
-    return ring(size, local, inside) + across
+    across = min(ring(size, nodes, inter_node), tree(size, nodes, inter_node))
+    return ring(size, local, intra_node) + across
 
 
 def step(
     job: Job, cost: Callable[[float], float], accumulate: int = 1, slowdown: float = 0.0
-) -> Step:
+) -> StepForecast:
     """One step of the optimizer. cost(bytes): the seconds of an all-reduce.
 
     accumulate: micro-batches, all but the last one inside no_sync(). slowdown: the share of its
@@ -99,7 +101,7 @@ def step(
         begin = max(now, free)  # all-reduces go one after the other
         free = begin + cost(bucket.size)
         spans.append((now, begin, free))
-    return Step(max(now, free) + job.optimizer, spans, now)
+    return StepForecast(max(now, free) + job.optimizer, spans, now)
 
 
 def main() -> None:

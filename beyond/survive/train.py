@@ -83,7 +83,7 @@ def resume(
     return progress, saved["world_size"]
 
 
-def until_checkpoint(loader: Iterable, recorder: Recorder, agreement: Agreement) -> Iterator:
+def batches_until_save(loader: Iterable, recorder: Recorder, agreement: Agreement) -> Iterator:
     """The batches until the end of the epoch, the next checkpoint, or the step where all stop."""
     args, progress = recorder.args, recorder.progress
     for batch in loader:
@@ -224,7 +224,7 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
         crops.epoch, remaining.skip = epoch, progress.epoch_step * run.local_batch
         rates = learning_rates(args, epoch, len(loader))[progress.epoch_step :]
         recorder.start_epoch(len(loader))
-        batches = until_checkpoint(loader, recorder, agreement)
+        batches = batches_until_save(loader, recorder, agreement)
         losses = train_epoch(ddp, batches, rates, run.optimizer, run.scaler, device, recorder)
         losses = agreement.mean_or_end(losses, run.model, progress.step, run.scaler.get_scale())
         ends_epoch = progress.epoch_step == 0 or progress.step >= args.max_steps
@@ -248,12 +248,12 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
 
 def main() -> None:
     args = parse_args()
-    rank, local_rank, world_size, local_ranks = read_launcher()
+    rank, local_rank, world_size, local_world_size = read_launcher()
     device = torch.device("cpu")
     if args.device == "cuda":  # GPU 0 for local rank 0, 1 for 1, and so on
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    store = join_process_group(device, rank, world_size, local_ranks, args.timeout_seconds)
+    store = join_process_group(device, rank, world_size, local_world_size, args.timeout_seconds)
     agreement = Agreement(args.timeout_seconds)
     with Watchdog(store.clone(), rank, world_size, __file__, args.timeout_seconds) as watchdog:
         train(args, device, agreement, watchdog)
