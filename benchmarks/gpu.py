@@ -38,7 +38,7 @@ from common.options import Parser, UsageError, exit_on, int_at_least
 from local_ranks.chapters import ROOT
 
 PICTURES = ("timeline.svg", "report.md")  # what a command leaves for people to look at
-SECONDS_APART = 15  # to import torch before the first step, and to end the last one
+SECONDS_APART = 15  # time to import torch before the first step, and to end the last one
 SAME = ("hardware", "torch")  # all results of a file share them; each step has its own commit
 
 
@@ -94,7 +94,7 @@ def run_all(steps: Iterable[GpuStep], report: Report, seconds: float) -> list[st
             with ThreadPoolExecutor(workers) as pool:
                 try:
                     list(pool.map(run_one, group))
-                except BaseException:  # Ctrl-C, too
+                except BaseException:  # also Ctrl-C
                     pool.shutdown(wait=False, cancel_futures=True)
                     kill_all_of(Path(scratch))
                     raise
@@ -147,7 +147,7 @@ def main() -> None:
     if args.device == "cpu":
         print("a rehearsal on the CPU, in small: its numbers mean nothing")
     print(f"{origin['hardware']}: {len(left)} of {len(steps)} commands are left", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it ends what it has started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # run_all then ends its commands
     late = run_all(left, report, args.seconds or math.inf)
     if late:
         print(f"no time was left for: {', '.join(late)}")

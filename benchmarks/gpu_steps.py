@@ -30,7 +30,7 @@ class GpuStep:
     seconds: int = 60
     in_folder: bool = False  # started there, because it writes where it is started
     beside_others: bool = False  # nothing is timed: it may run while its neighbors do
-    is_refused: bool = False  # it must fail
+    is_refused: bool = False  # the command must fail
     variables: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -85,7 +85,7 @@ def programs(device: str) -> list[GpuStep]:
 def what_a_gpu_refuses() -> list[GpuStep]:
     """What cannot be rehearsed: only a GPU runs it over nccl, or refuses to."""
     nccl = ("03_ddp_manual_allreduce/collectives.py", "--world-size=1", "--backend=nccl")
-    alone = torch.cuda.device_count() == 1  # with more, nothing is refused
+    alone = torch.cuda.device_count() == 1  # with more GPUs, nothing is refused
     allowed = (("NCCL_MULTI_RANK_GPU_ENABLE", "1"),)  # two ranks a GPU, from NCCL 2.30 on
     older = torch.cuda.nccl.version() < (2, 30)
     on_two, smallest = ranks(2, STAGE_04, RUN), ranks(2, MINIMAL)
@@ -125,7 +125,7 @@ def measurements(device: str) -> list[GpuStep]:
     steps = []
     for name, section in find_sections().items():
         flags = [f"--out={{folder}}/{name}.json", f"--device={device}"]
-        flags += ["--rounds=1"] if name == "stages" else []  # for more there is no time
+        flags += ["--rounds=1"] if name == "stages" else []  # more rounds would take too long
         flags += [] if device == "cuda" else ["--quick"]
         if section.seconds_on_gpu:
             command = ("benchmarks/bench.py", name, *flags)

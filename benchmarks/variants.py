@@ -41,7 +41,7 @@ class Variant:
 
     @property
     def memory_key(self) -> str:
-        """The key in memory.STEP_OPTIONS that holds the same: threads and shm change nothing."""
+        """Name the memory.STEP_OPTIONS of this variant: threads and shm do not change memory."""
         return "05-bf16" if self.bf16 else self.stage
 
     def why_not_on(self, device: str) -> str:
@@ -87,7 +87,7 @@ def stages_in(flag: str) -> list[str]:
 
 
 def command_of(key: str, world_size: int, device: str = "cpu") -> list[str]:
-    """The command of a variant after `python`, with paths from the current folder."""
+    """Return the command of a variant after `python`, with paths from the current folder."""
     parts = [part.replace("RANKS", str(world_size)) for part in VARIANTS[key].command]
     parts = [os.path.relpath(ROOT / part) if part.endswith(".py") else part for part in parts]
     return [*parts, *backend_flags(VARIANTS[key].stage, world_size, device)]

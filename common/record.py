@@ -42,7 +42,7 @@ class Recorder:
         self.is_rank_zero = rank == 0
         self.seconds: list[float] = []  # how long each step took
         self.rates: list[float] = []  # the learning rate of each step
-        self.epoch_line = ""  # what end_epoch has to say, until it is printed
+        self.epoch_line = ""  # the line of an epoch, until print_epoch prints it
         self.ticks: list[Any] = []  # the start of an epoch, and the end of each step
         keys = ("stage", "dataset", "model", "epochs", "seed", "device")
         self.summary = {key: getattr(args, key) for key in keys} | {"world_size": world_size}
@@ -54,11 +54,11 @@ class Recorder:
             print(f"global batch {args.batch_size} = {parts}", flush=True)
 
     def start_epoch(self, steps: int) -> None:
-        """steps: of a whole epoch; a resumed run has done some of them before."""
+        """Begin an epoch of so many steps; a resumed run has taken some of them before."""
         self.epoch_steps, self.ticks = steps, [self.tick()]
 
     def step(self) -> bool:
-        """Count and time an optimizer step; whether it was the last one of --max-steps."""
+        """Count and time an optimizer step; return whether it was the last one of --max-steps."""
         self.progress.step += 1
         self.progress.epoch_step += 1
         if self.progress.epoch_step == self.epoch_steps:
@@ -101,7 +101,9 @@ class Recorder:
         self.write(epoch, losses)
         mean = statistics.fmean(self.progress.losses)
         self.summary |= {"train_loss": mean, "test_loss": test_loss, "test_accuracy": accuracy}
-        if self.progress.epoch_step == 0:  # otherwise --max-steps has ended it inside
+        if (
+            self.progress.epoch_step == 0
+        ):  # otherwise --max-steps has ended the run inside the epoch
             self.progress.losses = []
         if self.is_rank_zero:
             speed = self.args.batch_size / statistics.median(self.seconds[-len(losses) :])

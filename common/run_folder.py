@@ -13,7 +13,7 @@ FILES = ("metrics.jsonl", "summary.json", "checkpoint.pt", "checkpoint.before.pt
 
 @contextmanager
 def explain_write_errors(folder: Path) -> Iterator[None]:
-    """Where all files of a run are written: what the disk refuses ends the run in one line."""
+    """Turn an OSError in this block into a UsageError of one line that names --run-dir."""
     try:
         yield
     except OSError as error:

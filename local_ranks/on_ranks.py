@@ -21,7 +21,7 @@ from local_ranks.scripts import SECONDS, use_default_start_method
 
 
 def run_on_ranks(world_size: int, function: Callable, *args: Any, may_die: tuple = ()) -> list:
-    """What function(rank, *args) returns on each rank; it joins the process group itself."""
+    """Return function(rank, *args) of each rank; the function joins the process group itself."""
     options: dict[str, Any] = {
         "backend": None,
         "seconds": timeout_under_load(SECONDS),
@@ -36,8 +36,10 @@ def _run_function(rank: int, function: Callable, args: tuple) -> Any:
 
 
 def on_ranks(world_size: int = 0) -> Callable:
-    """The body of a test runs on so many ranks of a process group over gloo, in a new folder.
-    Without a number, on as many as its argument `world_size` says."""
+    """Decorate a test so that its body runs on so many ranks over gloo, in a new folder.
+
+    Without a number, the test's argument `world_size` says how many.
+    """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         def start(**arguments: Any) -> None:
@@ -59,7 +61,7 @@ def _run_body(rank: int, folder: Path, module: str, test: str, arguments: dict[s
 
 
 def gather_from_ranks(value: Any) -> list:
-    """What each rank gives, on every rank."""
+    """Return the values of all ranks; every rank must call this."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     return everyone

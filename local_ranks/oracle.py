@@ -18,9 +18,8 @@ from common.models import build_model
 from local_ranks.train_stage import default_dtype, options
 
 SampleGroups = list[list[int]]  # the groups of samples that a step normalizes together
-BatchSchedule = Callable[
-    [int, int, int, int], Iterator[SampleGroups]
-]  # called with samples, batch, seed and epoch
+# Called with samples, batch, seed and epoch; yields the groups of each step.
+BatchSchedule = Callable[[int, int, int, int], Iterator[SampleGroups]]
 Batch = tuple[torch.Tensor, torch.Tensor]  # images and labels
 
 
@@ -71,12 +70,12 @@ def micro_batches(parts: int, k: int) -> BatchSchedule:
 
 @dataclass(frozen=True)
 class Training:
-    """What the process is told besides the steps: the options of the run that it repeats."""
+    """The options of the run that the oracle repeats, besides its batches."""
 
     batch: int
     epochs: int
     seed: int
-    lr: float | Callable[[int], float]  # or a function of the step
+    lr: float | Callable[[int], float]  # a number, or a function of the step
     momentum: float
     model: str = "net-bn"
     clip: float = math.inf  # the largest norm of all gradients together
@@ -90,7 +89,7 @@ class Training:
 def replay(
     steps: BatchSchedule, training: Training
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of every step and the final weights, all float64."""
+    """Return the loss of every step and the final weights, all in float64."""
     with default_dtype(torch.float64):
         train_set, _ = load_dataset(options(*training.data, f"--batch-size={training.batch}"))
         torch.manual_seed(training.seed)

@@ -33,10 +33,10 @@ SLOW_MODULES = ("torch", "torchvision", "matplotlib.pyplot", "tabulate")
 
 @dataclass
 class ProcessDefaults:
-    """How the processes begin that this one starts."""
+    """How this process starts others."""
 
     start_method: str = "forkserver"  # "fork" in a process that has imported torch already
-    preloaded: list[str] = field(default_factory=list)  # if empty, what is slow is preloaded
+    preloaded: list[str] = field(default_factory=list)  # if empty, those of SLOW_MODULES
 
     def context(self) -> Any:
         slow = [name for name in SLOW_MODULES if name in sys.modules]
@@ -52,13 +52,13 @@ class RankError(RuntimeError):
 
 
 class RankOptions(NamedTuple):
-    """How a rank begins."""
+    """How a rank starts and ends."""
 
     variables: dict[str, str]  # variables of the environment
-    backend: str | None = "gloo"  # None: its function joins the process group
+    backend: str | None = "gloo"  # None: the function joins the process group
     device: str = "cpu"
-    quiet: bool = False  # hide what it writes to stderr; an error still arrives
-    keep_alive: bool = False  # until it is killed, because the others would notice its exit
+    quiet: bool = False  # hide what the rank writes to stderr; an error still arrives
+    keep_alive: bool = False  # until the rank is killed: others would notice its exit
 
 
 class RankProcess(NamedTuple):
@@ -113,7 +113,7 @@ def run_ranks(
     quiet: bool = False,
     may_die: Collection[int] = (),
 ) -> list:
-    """What function(rank, *args) returns on each rank of a process group, in their order.
+    """Return what function(rank, *args) returns on each rank of a process group, in rank order.
 
     function: defined in a module, so that another process can import it. An error on one rank ends
     all ranks and is raised here as RankError; so does the time limit, after `seconds`.
@@ -131,7 +131,7 @@ def run_ranks(
             for number in [number for answer, number in waiting.items() if answer in ready]:
                 answers[number] = answer_of(number, ranks[number], number in may_die)
         for rank in ranks:
-            rank.process.join(10)  # it leaves the group
+            rank.process.join(10)  # the rank leaves the group
     return [answers[number] for number in range(world_size)]
 
 
@@ -156,14 +156,14 @@ def watch_ranks(
     backend: str | None = "gloo",
     variables: dict[str, str] | None = None,
 ) -> list[str]:
-    """What became of each rank: what function(rank, *args) returned, how it ended, or `waits`.
+    """Tell what became of each rank: what function(rank, *args) returned, how it ended, or `waits`.
 
     function returns a text. seconds: how long it has after all ranks have joined.
     """
     options = RankOptions(variables or {}, backend, quiet=True, keep_alive=True)
     with RankPool(world_size, options, function, args) as ranks:
         for rank in ranks:
-            rank.answer.recv_bytes()  # it has joined
+            rank.answer.recv_bytes()  # the rank has joined
         end = time.monotonic() + seconds
         while not all(rank.answer.poll() for rank in ranks) and time.monotonic() < end:
             time.sleep(0.02)
@@ -181,7 +181,7 @@ def became_of(rank: RankProcess) -> str:
 
 
 def torchrun_variables(rank: int | str, world_size: int, port: int | str) -> dict[str, str]:
-    """What torchrun tells a rank, if all of them are on this machine."""
+    """Return torchrun's variables for a rank, if all ranks are on this machine."""
     variables = {"RANK": rank, "LOCAL_RANK": rank}
     variables |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -204,8 +204,8 @@ def run_rank(
     if options.quiet:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.environ.update(options.variables)
-    dist.set_debug_level_from_env()  # torch has read it when it was imported, in the fork server
-    torch.set_num_threads(1)  # or the ranks compete for the cores
+    dist.set_debug_level_from_env()  # torch has read the level before, in the fork server
+    torch.set_num_threads(1)  # with more, the ranks would compete for the cores
     try:
         join_group(rank, options)
         if options.keep_alive:
@@ -250,6 +250,6 @@ def init_gloo_or_refuse(program: str, why_two: str) -> None:
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
         command = f"torchrun --standalone --nproc-per-node=2 {program}"
         raise UsageError(f"{why_two}: start two, with {command}")
-    # Their messages stay on loopback; torchrun's store, where they meet, listens everywhere.
+    # The ranks' messages stay on loopback; torchrun's store, where they meet, listens everywhere.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname()[0] == "Darwin" else "lo")
     dist.init_process_group("gloo")

@@ -28,11 +28,11 @@ from local_ranks.ranks import (
     torchrun_variables,
 )
 
-SECONDS = 60  # more than any rank takes; a hang ends here
+SECONDS = 60  # a script takes less, so only a hang reaches this limit
 
 
 def launcher_variables(port: int | str, world_size: int = 2) -> dict[str, str]:
-    """What torchrun tells each rank. {RANK} stands for its number, see `run_script`."""
+    """Return torchrun's variables for each rank; {RANK} stands for its number, see `run_script`."""
     return torchrun_variables("{RANK}", world_size, port)
 
 
@@ -41,8 +41,10 @@ def variables_of_rank(rank: int, variables: dict[str, str]) -> dict[str, str]:
 
 
 def store_of_a_launcher(world_size: int) -> tuple[dist.TCPStore, dict[str, str]]:
-    """The store where ranks meet, kept by this process as torchrun's agent does, and what the ranks
-    are told. The caller holds the store as long as they run."""
+    """Make the store where ranks meet, as torchrun's agent does, and the variables of the ranks.
+
+    The caller must hold the store as long as the ranks run.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return store, launcher_variables(store.port, world_size) | STORE_OF_A_LAUNCHER
 
@@ -78,13 +80,13 @@ def _run_when(rank: int, all_started: Event, function: Callable, *args: Any) -> 
 
 
 def prepare_for_script(script: str, flags: Sequence[str], output: str) -> None:
-    """Make of this process one that has just started for the script, and prints into this file."""
+    """Make this process like one that was started for the script and prints into this file."""
     torch.set_num_threads(1)  # OMP_NUM_THREADS is read when torch is imported: before this process
     use_default_start_method()
     with open(output, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    # A line is written as one.
+    # Each line is written in one piece.
     sys.stdout.reconfigure(write_through=False, line_buffering=True)  # type: ignore[union-attr]
     sys.argv = [script, *flags]
     sys.path[0:0] = [str(Path(script).parent)]
@@ -93,7 +95,7 @@ def prepare_for_script(script: str, flags: Sequence[str], output: str) -> None:
 def become_script(
     rank: int, env: dict[str, str], script: str, flags: tuple, cwd: str, output: str
 ) -> None:
-    """Be `python SCRIPT FLAGS`, with the output in a file, and end with its exit status."""
+    """Run the script as `python SCRIPT FLAGS` would, and end with its exit status."""
     os.environ.update(env)
     os.chdir(cwd)
     prepare_for_script(script, flags, f"{output}.{rank}")

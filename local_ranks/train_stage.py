@@ -35,7 +35,7 @@ def options(*flags: str) -> Namespace:
 def load_stage(key: str, changes: tuple[Change, ...] = ()) -> types.ModuleType:
     """A stage's train.py as a module, with the given lines of the stage's files left out.
 
-    Then its other modules are imported anew, because one of them may have imported what is changed.
+    With changes, the stage's other modules are imported anew: one may have imported a changed file.
     """
     if changes:
         folder = f"{LESSON_FOLDERS[key]}/"
@@ -47,7 +47,7 @@ def load_stage(key: str, changes: tuple[Change, ...] = ()) -> types.ModuleType:
 
 
 def spawned_as(rank: int) -> AbstractContextManager:
-    """Stage 03 starts no process: this one is that rank."""
+    """Patch mp.spawn, so that stage 03 starts no process and this one becomes the rank."""
 
     def spawn(train: Callable, args: tuple, nprocs: int) -> None:
         world_size, _, *others = args
@@ -79,7 +79,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def train_rank(
     rank: int, key: str, flags: tuple, dtype: torch.dtype, changes: tuple[Change, ...]
 ) -> tuple[dict, str]:
-    """One rank of `train`: its last weights, and what it prints."""
+    """Be one rank of `train`; return its last weights and what it prints."""
     stage: Any = load_stage(key, changes)
     models: list[torch.nn.Module] = []
     build = stage.build_model
@@ -103,7 +103,7 @@ def train(
     changes: tuple[Change, ...] = (),
     folder: Path | None = None,
 ) -> Run:
-    """Run a stage's main on that many ranks (01 and 02: always one), in float64 if not said."""
+    """Run a stage's main on that many ranks (01 and 02: always one), by default in float64."""
     folder = folder or scratch_folder()
     flags = (*ON_CPU, f"--run-dir={folder}", *flags)
     flags += (f"--world-size={world_size}",) if key == "03" else ()

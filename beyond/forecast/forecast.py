@@ -112,7 +112,7 @@ class Forecast:
 
 
 def counts_to(gpus: int) -> list[int]:
-    """1, 2, 4 ... and the last."""
+    """Return 1, 2, 4 ... and the last number of GPUs."""
     return [*(2**power for power in range(gpus.bit_length()) if 2**power < gpus), gpus]
 
 

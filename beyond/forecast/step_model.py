@@ -18,7 +18,10 @@ from common.options import Parser
 
 @dataclass(frozen=True)
 class Link:
-    """alpha: seconds until a short message arrives. beta: bytes per second, one way."""
+    """A network link.
+
+    alpha: seconds until a short message arrives. beta: bytes per second, one way.
+    """
 
     alpha: float
     beta: float
@@ -26,7 +29,10 @@ class Link:
 
 @dataclass(frozen=True)
 class BucketTime:
-    """ready: the share of backward that is done when its last gradient is ready."""
+    """A bucket of gradients, and when backward fills it.
+
+    ready: the share of backward that is done when the bucket's last gradient is ready.
+    """
 
     size: float
     ready: float
@@ -48,7 +54,10 @@ class Job:
 
 @dataclass(frozen=True)
 class StepForecast:
-    """spans: for each bucket, when it is ready, and when its all-reduce begins and ends."""
+    """The forecast of one step.
+
+    spans: for each bucket, when it is ready, and when its all-reduce begins and ends.
+    """
 
     seconds: float
     spans: list[tuple[float, float, float]]
@@ -56,7 +65,7 @@ class StepForecast:
 
 
 def ring(size: float, world_size: int, link: Link) -> float:
-    """Each rank sends 2 (n - 1) messages of 1/n of the tensor (Patarasuk and Yuan, 2009)."""
+    """Return the seconds of a ring: 2 (n - 1) messages of 1/n each (Patarasuk and Yuan, 2009)."""
     return 2 * (world_size - 1) * (link.alpha + size / world_size / link.beta)
 
 
@@ -90,7 +99,7 @@ def step(
     """
     silent = (accumulate - 1) * (job.forward + job.backward)
     now, done = silent + job.forward, 0.0  # done: seconds of backward
-    free, spans = now, []  # free: when the link will be
+    free, spans = now, []  # free: when the link will be free
     for bucket in job.buckets:
         left = bucket.ready * job.backward - done
         if slowdown:  # while earlier buckets travel, backward is slower

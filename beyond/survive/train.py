@@ -75,7 +75,7 @@ def resume(
     """
     progress, saved = read_checkpoint(path, args, model, optimizer, scaler=scaler)
     stage, seed, batch = [saved[key] for key in ("stage", "seed", "global_batch")]
-    count = saved.get("train_samples", samples)  # an older file does not say
+    count = saved.get("train_samples", samples)  # older checkpoints do not hold it
     if progress.epoch_step and (seed, batch, count) != (args.seed, args.batch_size, samples):
         why = f"ends inside an epoch of {stage} over {count} samples (here: {samples})"
         flags = f"--seed {seed} --batch-size {batch}"
@@ -84,7 +84,7 @@ def resume(
 
 
 def batches_until_save(loader: Iterable, recorder: Recorder, agreement: Agreement) -> Iterator:
-    """The batches until the end of the epoch, the next checkpoint, or the step where all stop."""
+    """Yield batches until the end of the epoch, the next checkpoint, or the step where all stop."""
     args, progress = recorder.args, recorder.progress
     for batch in loader:
         # Dropout masks are a function of the step, so a resumed run draws the same ones.
@@ -168,7 +168,7 @@ class PreparedRun(NamedTuple):
 
 
 def prepare(args: Namespace, device: torch.device, rank: int, world_size: int) -> PreparedRun:
-    """What one rank can do, and check, alone."""
+    """Do, and check, what one rank can do alone."""
     path = find_checkpoint(args)
     micro_batch = local_batch_size(args.batch_size, world_size * args.accumulate)
     batchnorm_batch = micro_batch * world_size if args.sync_bn else micro_batch
@@ -193,7 +193,7 @@ def prepare(args: Namespace, device: torch.device, rank: int, world_size: int) -
 
 
 def wrap_in_ddp(model: nn.Module, image: Tensor) -> DistributedDataParallel:
-    """The model whose backward averages gradients. image: any of the training set, (C, H, W)."""
+    """Wrap the model in DDP. image: any of the training set, (C, H, W)."""
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # no second copy is kept
     # DDP orders its buckets after the first backward. With one here, a resumed run adds in the same
     # order, so it rounds the same way.
@@ -211,7 +211,7 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
     test_shard = range(rank, len(run.test_set), world_size)  # each sample once
     options = loader_options(args)  # worker processes, pinned memory
     test_loader = RankLoader(Subset(run.test_set, test_shard), run.local_batch, **options)
-    watchdog.step = lambda: progress.step  # those that are done
+    watchdog.step = lambda: progress.step  # the steps that are done
 
     ddp = wrap_in_ddp(run.model, run.train_set[0][0].to(device))
     crops = durable.SeededPerSample(run.train_set, args.seed)
