@@ -28,12 +28,12 @@ SHARDINGS = {  # what each divides among GPUs: Rajbhandari et al., ZeRO, arXiv 1
     "ZeRO-2": ("optimizer state", "gradients"),
     "FSDP": ("optimizer state", "gradients", "parameters"),
 }
-StepFits = Callable[[int, int, int], bool]  # takes a micro-batch, their number, more bytes
+StepFits = Callable[[int, int, int], bool]  # of micro-batch, number of micro-batches, more bytes
 Needs = dict[tuple[int, str], int]  # bytes of each GPU, by number of GPUs and sharding
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a text like 8GiB."""
+    """Return the bytes that a text like 8GiB names."""
     match = re.fullmatch(r"(\d+\.?\d*) ?(MiB|GiB)", text)
     size = float(match[1]) * (MIB if match[2] == "MiB" else 1024 * MIB) if match else 0
     if not 0 < size < 2**50:  # far more, and torch could not count a step that just fits
@@ -56,7 +56,7 @@ def parse_args() -> Namespace:
 
 
 def largest(batch_fits: Callable[[int], bool], least: int) -> int:
-    """The largest batch that fits, by doubling and bisection; 0 if not even the least does."""
+    """Find the largest batch that fits, by doubling and bisection; 0 if not even the least does."""
     if not batch_fits(least):
         return 0
     low, high = least, 2 * least
@@ -69,7 +69,7 @@ def largest(batch_fits: Callable[[int], bool], least: int) -> int:
 
 
 def least_batch(plan: Plan) -> int:
-    """1, or 2 where BatchNorm would get a single value for each channel, and refuses it."""
+    """Return 1, or 2 where BatchNorm refuses a single value for each channel."""
     try:
         rehearsed_peak(plan, 1)
         return 1
@@ -83,7 +83,7 @@ def micro_batches_by_gpus(
     """Micro-batches that each local batch needs; 0: none helps. 3 hold as much as 2."""
     micro_batches = {}
     for gpus in (n for n in GPUS if batch % n == 0 and batch // n >= least):
-        local, buckets = batch // gpus, gradients if gpus > 1 else 0  # DDP's: one more copy
+        local, buckets = batch // gpus, gradients if gpus > 1 else 0  # DDP's are one more copy
         numbers = (k for k in range(1, local // least + 1) if local % k == 0)
         fitting = (k for k in numbers if step_fits(local // k, min(k, 2), buckets))
         micro_batches[gpus] = next(fitting, 0)

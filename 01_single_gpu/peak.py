@@ -95,7 +95,7 @@ def peak_of(device: str, function: Callable[[], object]) -> int:
     """The most bytes that a function holds at one moment, as the device's allocator counts."""
     if device == "cuda":
         with torch.device("cuda"):
-            function()  # once before: cuBLAS takes its workspaces, and keeps them
+            function()  # a first call, in which cuBLAS takes the workspaces that it keeps
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             function()
@@ -106,7 +106,7 @@ def peak_of(device: str, function: Callable[[], object]) -> int:
         profiler.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
     events = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
-    return max(accumulate(event["args"]["Bytes"] for event in events))  # freed bytes: below 0
+    return max(accumulate(event["args"]["Bytes"] for event in events))  # freed bytes are negative
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from common.options import Parser
 
-Devices = list[torch.device]  # one per replica, perhaps the same; first the main device
+Devices = list[torch.device]  # one per replica, perhaps all the same; the first is the main one
 Call = tuple[tuple, dict[str, Any]]  # positional and keyword arguments of a forward
 
 
@@ -56,7 +56,7 @@ def replicate(module: nn.Module, devices: Devices) -> list[nn.Module]:
     for device in devices[1:]:
         tensors = chain(module.parameters(), module.buffers())  # a tied weight comes once
         copies = {id(tensor): tensor.to(device, copy=True) for tensor in tensors}
-        replicas.append(copy.deepcopy(module, copies))  # it copies only what is not in there yet
+        replicas.append(copy.deepcopy(module, copies))  # skips what `copies` holds
     return replicas
 
 
@@ -73,7 +73,7 @@ def apply(replicas: list[nn.Module], parts: list[Call], devices: Devices) -> lis
                 torch.cuda.set_device(devices[index])  # for this thread only
             with torch.set_grad_enabled(grad_enabled), torch.autocast(kind, dtype, enabled):
                 outputs[index] = replicas[index](*parts[index][0], **parts[index][1])
-        except Exception as error:  # the thread itself would only print it
+        except Exception as error:  # the thread itself would only print the error
             errors[index] = error
 
     threads = [Thread(target=work, args=(i,), name=f"replica {i}") for i in range(len(parts))]

@@ -49,9 +49,9 @@ def train_epoch(
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
         if recorder.step():  # counts and times it; true at --max-steps
             break
-    total = torch.stack(losses)
-    dist.all_reduce(total)  # once per epoch, because each message costs time
-    return total / dist.get_world_size()
+    epoch_losses = torch.stack(losses)
+    dist.all_reduce(epoch_losses)  # once per epoch, because each message costs time
+    return epoch_losses / dist.get_world_size()
 
 
 @torch.no_grad()
@@ -75,7 +75,7 @@ def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> tuple[
 @exit_on(UsageError)
 def train(rank: int, world_size: int, port: int, local_batch: int, args: Namespace) -> None:
     """What each process does, from meeting the others to the last epoch."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # spawn ends it so; a launcher may ignore SIGINT
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # spawn sends SIGINT, which a launcher may ignore
     device = torch.device("cpu")
     if args.device == "cuda":  # place 3: GPU 0 for rank 0, GPU 1 for rank 1, and so on
         device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -126,5 +126,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on(UsageError, mp.ProcessExitedException):  # or a rank has ended, and said why
+    with exit_on(UsageError, mp.ProcessExitedException):  # a failed rank has printed its reason
         main()

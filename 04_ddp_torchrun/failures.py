@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from common.options import Parser, UsageError, exit_on
 from local_ranks.ranks import watch_ranks
 
-LIMIT = timedelta(seconds=2)  # a waiting rank gives up after it
+LIMIT = timedelta(seconds=2)  # after this time, a waiting rank gives up
 
 
 class Failure(NamedTuple):
@@ -192,17 +192,17 @@ def no_interface(rank: int, cured: bool) -> str:
 
 
 def try_failure(rank: int, name: str, cured: bool, folder: str) -> str:
-    """What this rank says at its end, or its error."""
+    """Return what this rank says at its end, or its error."""
     os.chdir(folder)
     try:
         return FAILURES[name].run(rank, cured)
     except Exception as error:
-        message = re.sub(r"\[[^]]*\.cc:\d+\] ", "", str(error))  # gloo's file and line
+        message = re.sub(r"\[[^]]*\.cc:\d+\] ", "", str(error))  # without gloo's file and line
         return f"{type(error).__name__}: {' '.join(message.split())}"
 
 
 def run_failure(name: str, cured: bool, debug: str = "OFF", seconds: float = 60) -> list[str]:
-    """What each of the two ranks answered within this time, or how it ended."""
+    """Return what each of the two ranks answered within this time, or how it ended."""
     variables = {"TORCH_DISTRIBUTED_DEBUG": debug}
     with tempfile.TemporaryDirectory() as folder:
         arguments = (name, cured, folder)

@@ -22,7 +22,7 @@ from common.options import UsageError, exit_on, make_parser
 from common.record import Recorder
 
 
-@exit_on(RuntimeError)  # torch's: a port in use, or GLOO_SOCKET_IFNAME is no interface here
+@exit_on(RuntimeError)  # torch raises it for a port in use or a wrong GLOO_SOCKET_IFNAME
 def join_process_group(args: Namespace) -> torch.device:
     """Meet the other ranks that torchrun has started; returns the device of this one."""
     if "LOCAL_RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
@@ -53,9 +53,9 @@ def train_epoch(
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
         if recorder.step():  # counts and times it; true at --max-steps
             break
-    total = torch.stack(losses)
-    dist.all_reduce(total)  # once per epoch, because each message costs time
-    return total / dist.get_world_size()
+    epoch_losses = torch.stack(losses)
+    dist.all_reduce(epoch_losses)  # once per epoch, because each message costs time
+    return epoch_losses / dist.get_world_size()
 
 
 @torch.no_grad()
@@ -114,5 +114,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on(UsageError, dist.DistError):  # or the ranks did not meet, or two share a GPU
+    with exit_on(UsageError, dist.DistError):  # DistError: ranks did not meet, or two share a GPU
         main()

@@ -21,7 +21,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 from common.options import Parser, UsageError, exit_on, float_at_least
 from local_ranks.ranks import init_gloo_or_refuse
 
-BATCHES = 3  # every rank has so many, and the last one has one more
+BATCHES = 3  # batches of every rank; the last rank has one more
 SAMPLERS = {
     "pad": "DistributedSampler: equal shards, 0 and 1 twice",
     "drop_last": "DistributedSampler(drop_last=True), as train.py trains: 8 and 9 left out",
@@ -52,7 +52,7 @@ def train(model: nn.Linear, ddp: nn.Module, batches: Iterable[Tensor]) -> list[f
     gradients = []
     for batch in batches:
         optimizer.zero_grad()
-        ddp(batch).sum().backward()  # its gradient is the sample: rank + 1
+        ddp(batch).sum().backward()  # the gradient is the sample: rank + 1
         assert model.weight.grad is not None
         gradients.append(model.weight.grad.mean().item())
         optimizer.step()
@@ -60,7 +60,7 @@ def train(model: nn.Linear, ddp: nn.Module, batches: Iterable[Tensor]) -> list[f
 
 
 def hang(seconds: float) -> str:
-    """What happens to this rank if the others have fewer batches, in one line."""
+    """Return in one line what happens to this rank if the others have fewer batches."""
     model, ddp = new_ddp(seconds)
     batches = batches_of(dist.get_rank(), dist.get_world_size())
     gradients: list[float] = []
@@ -75,7 +75,7 @@ def hang(seconds: float) -> str:
 
 
 def join(divide_by_initial_world_size: bool, seconds: float = 60) -> tuple[list[float], Tensor]:
-    """The gradients of this rank's steps, and the weights at the end, (1, 2)."""
+    """Return the gradients of this rank's steps, and the weights at the end, (1, 2)."""
     model, ddp = new_ddp(seconds)
     with Join([ddp], divide_by_initial_world_size=divide_by_initial_world_size):
         gradients = train(model, ddp, batches_of(dist.get_rank(), dist.get_world_size()))
@@ -83,7 +83,7 @@ def join(divide_by_initial_world_size: bool, seconds: float = 60) -> tuple[list[
 
 
 def dealt(samples: int, world_size: int, sampler: str) -> list[list[int]]:
-    """Which samples each rank gets, without shuffling."""
+    """Return the samples that each rank gets, without shuffling."""
     if sampler == "range":
         return [list(range(rank, samples, world_size)) for rank in range(world_size)]
     data = TensorDataset(torch.arange(samples))

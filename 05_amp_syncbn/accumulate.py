@@ -33,14 +33,14 @@ def build(batch_norm: bool) -> nn.Sequential:
 
 
 def batch_of(rank: int) -> tuple[Tensor, Tensor]:
-    """The local batch of a rank: (12, 32) and (12,)."""
+    """Return the local batch of a rank: (12, 32) and (12,)."""
     generator = torch.Generator().manual_seed(rank)
     images = torch.randn(LOCAL_BATCH, WIDTH, generator=generator, dtype=torch.float64)
     return images, torch.randint(10, (LOCAL_BATCH,), generator=generator)
 
 
 def flat_gradients(model: nn.Module) -> Tensor:
-    """The gradients of all parameters, in one row."""
+    """Return the gradients of all parameters in one row."""
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
@@ -68,11 +68,11 @@ def count_buckets(ddp: DistributedDataParallel) -> list[int]:
 
 
 def step(ddp: DistributedDataParallel, way: str, images: Tensor, labels: Tensor) -> Tensor:
-    """The gradient of this rank after one step in one of the ways."""
+    """Return this rank's gradient after one step in one of the ways."""
     k = 1 if way == BIG else MICRO_BATCHES
     ddp.zero_grad()
     for part, (x, y) in enumerate(zip(images.chunk(k), labels.chunk(k), strict=True), start=1):
-        early = part < k  # not the last
+        early = part < k  # every micro-batch but the last
         quiet_forward = way == ALL or (early and way in (LAST, FORWARD))
         quiet_backward = way == ALL or (early and way in (LAST, BACKWARD))
         with ddp.no_sync() if quiet_forward else nullcontext():

@@ -30,14 +30,14 @@ GPU_UNITS = {"tf32": (8, 0), "bf16": (8, 0), "fp16": (7, 0)}  # the lowest compu
 
 
 def rounded(number: float) -> list[str]:
-    """A number in fp32, bf16 and fp16, and in fp16 while it is multiplied by the factor."""
+    """Return a number in fp32, bf16 and fp16, and in fp16 while it is multiplied by the factor."""
     x = torch.tensor(number)  # fp32
     scaled = (x * SCALE).half().float() / SCALE  # multiplied before fp16, divided after it
     return [f"{value.item():.6g}" for value in (x, x.bfloat16(), x.half(), scaled)]
 
 
 def has_units(name: str, device: torch.device) -> bool:
-    """Whether the device multiplies in this format: fp32, tf32, bf16 or fp16."""
+    """Tell whether the device multiplies in this format: fp32, tf32, bf16 or fp16."""
     if name == "fp32":
         return True
     if device.type == "cuda":
@@ -47,7 +47,7 @@ def has_units(name: str, device: torch.device) -> bool:
 
 
 def runs(name: str, device: torch.device) -> bool:
-    """Whether a convolution in this format runs at all, forward and backward."""
+    """Tell whether a convolution in this format runs at all, forward and backward."""
     image = torch.ones(1, 1, 1, 1, device=device, requires_grad=True)
     try:
         with torch.autocast(device.type, FORMATS[name], enabled=name in ("bf16", "fp16")):

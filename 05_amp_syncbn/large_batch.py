@@ -45,14 +45,14 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def new_model(seed: int) -> nn.Module:
-    """Smooth and in float64, so that the last bit, which varies between CPUs, matters little."""
+    """Make a smooth model in float64: its last bit, which varies between CPUs, matters little."""
     torch.manual_seed(seed)
     layers = nn.Linear(49, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 10)
     return nn.Sequential(*layers).double()
 
 
 def train(batch: int, lr: float, rule: str, warm_up_epochs: float, seed: int) -> float:
-    """The test loss after the epochs."""
+    """Train, and return the test loss after the epochs."""
     images, labels, test_images, test_labels = digits()
     steps = len(images) // batch  # per epoch: full batches only
     model = new_model(seed)
@@ -73,13 +73,13 @@ def train(batch: int, lr: float, rule: str, warm_up_epochs: float, seed: int) ->
 
 @cache
 def median_loss(batch: int, lr: float, rule: str, warm_up_epochs: float) -> float:
-    """The median test loss of all seeds; inf if most runs end in nan."""
+    """Return the median test loss of all seeds, or inf if most runs end in nan."""
     losses = [train(batch, lr, rule, warm_up_epochs, seed) for seed in SEEDS]
     return statistics.median(loss if math.isfinite(loss) else math.inf for loss in losses)
 
 
 def grade(loss: float) -> str:
-    """A large loss in words: its digits depend on the last bit of a CPU's numbers."""
+    """Tell a large loss in words, because its digits depend on the last bit of a CPU's numbers."""
     if loss < UNSTEADY:
         return f"{loss:.2f}"
     return "unsteady" if loss < CHANCE else "diverged"

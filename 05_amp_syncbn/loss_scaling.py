@@ -102,13 +102,13 @@ def gradients_of(
 
 
 def share_of_zeros(true: Tensor, rounded: Tensor) -> str:
-    """How many of the values that are not 0 in fp32 are 0 here, in %."""
+    """Return how many of the values that are not 0 in fp32 are 0 here, in %."""
     nonzero = true != 0
     return f"{((rounded == 0) & nonzero).sum() / nonzero.sum() * 100:.0f}"
 
 
 def distance(true: Tensor, rounded: Tensor) -> str:
-    """The distance of a gradient from that in fp32, in % of its length."""
+    """Return the distance of a gradient from the fp32 gradient, in % of its length."""
     off = (rounded - true).norm() / true.norm() * 100
     return f"{off:.0f}" if off >= 1 else "<1"
 

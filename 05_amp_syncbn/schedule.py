@@ -23,7 +23,7 @@ def add_schedule(parser: ArgumentParser) -> None:
 
 
 def lr_factor(args: Namespace, step: int, steps_per_epoch: int) -> float:
-    """The factor of --lr in a step; steps count from 0 over all epochs."""
+    """Return the factor of --lr in a step; steps count from 0 over all epochs."""
     growth = args.batch_size / args.base_batch_size
     factor = {"none": 1.0, "linear": growth, "sqrt": growth**0.5}[args.lr_rule]
     warm_up, end = args.warmup_epochs * steps_per_epoch, args.epochs * steps_per_epoch
@@ -38,7 +38,7 @@ def lr_factor(args: Namespace, step: int, steps_per_epoch: int) -> float:
 
 
 def learning_rates(args: Namespace, epoch: int, steps: int) -> list[float]:
-    """The learning rate of each step of an epoch, which has that many steps."""
+    """Return the learning rate of each step of an epoch, which has that many steps."""
     return [args.lr * lr_factor(args, epoch * steps + step, steps) for step in range(steps)]
 
 

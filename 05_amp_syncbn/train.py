@@ -25,7 +25,7 @@ from sync_batchnorm import convert_sync_batchnorm
 AMP_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@exit_on(RuntimeError)  # torch's: a port in use, or GLOO_SOCKET_IFNAME is no interface here
+@exit_on(RuntimeError)  # torch raises it for a port in use or a wrong GLOO_SOCKET_IFNAME
 def join_process_group(args: Namespace) -> torch.device:
     """Meet the other ranks that torchrun has started; returns the device of this one."""
     if "LOCAL_RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
@@ -65,9 +65,9 @@ def train_epoch(
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
         if recorder.step():  # counts and times it; true at --max-steps
             break
-    total = torch.stack(losses)
-    dist.all_reduce(total)  # once per epoch, because each message costs time
-    return total / dist.get_world_size()
+    epoch_losses = torch.stack(losses)
+    dist.all_reduce(epoch_losses)  # once per epoch, because each message costs time
+    return epoch_losses / dist.get_world_size()
 
 
 @torch.no_grad()
@@ -104,8 +104,8 @@ def main() -> None:
     train_set, test_set = load_dataset(args)
     torch.manual_seed(args.seed)
     # The lesson on SyncBatchNorm: in training, BatchNorm sees the global batch.
-    norm_batch = args.batch_size if args.sync_bn else local_batch
-    model = build_model(args.model, train_set, norm_batch).to(device)
+    batchnorm_batch = args.batch_size if args.sync_bn else local_batch
+    model = build_model(args.model, train_set, batchnorm_batch).to(device)
     if args.sync_bn:  # PyTorch's own layer refuses to train on a CPU, so there, ours does
         if args.device == "cuda":
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -139,5 +139,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on(UsageError, dist.DistError):  # or the ranks did not meet, or two share a GPU
+    with exit_on(UsageError, dist.DistError):  # DistError: ranks did not meet, or two share a GPU
         main()

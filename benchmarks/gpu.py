@@ -32,13 +32,13 @@ from threading import Lock
 import torch
 
 from benchmarks.gpu_runner import kill_all_of, run
-from benchmarks.gpu_steps import Step, list_steps
+from benchmarks.gpu_steps import GpuStep, list_steps
 from benchmarks.result_files import RESULTS, Results, file_name, hardware, provenance, write_json
 from common.options import Parser, UsageError, exit_on, int_at_least
 from local_ranks.chapters import ROOT
 
 PICTURES = ("timeline.svg", "report.md")  # what a command leaves for people to look at
-SECONDS_APART = 15  # to import torch before the first step, and to end the last one
+SECONDS_APART = 15  # time to import torch before the first step, and to end the last one
 SAME = ("hardware", "torch")  # all results of a file share them; each step has its own commit
 
 
@@ -55,11 +55,11 @@ class Report:
             if all(older["provenance"][key] == origin[key] for key in SAME):
                 self.results["steps"] = older["steps"]
 
-    def is_left(self, step: Step) -> bool:
+    def is_left(self, step: GpuStep) -> bool:
         row = self.results["steps"].get(step.name, {})
         return not row.get("good") or row["commit"] != self.commit
 
-    def add(self, step: Step, row: Results, left: Path) -> None:
+    def add(self, step: GpuStep, row: Results, left: Path) -> None:
         with self.lock:
             output = (left / "output.txt").read_text(errors="replace")
             with (self.folder / "log.txt").open("a") as log:
@@ -75,12 +75,12 @@ class Report:
             print(f"{row['seconds']:6.1f} s  {step.name}: {how}{good}", flush=True)
 
 
-def run_all(steps: Iterable[Step], report: Report, seconds: float) -> list[str]:
+def run_all(steps: Iterable[GpuStep], report: Report, seconds: float) -> list[str]:
     """Run steps in order, and side by side where they may; list those for which time was over."""
     deadline, late = time.monotonic() + seconds - SECONDS_APART, []
     with TemporaryDirectory() as scratch:
 
-        def run_one(numbered: tuple[int, Step]) -> None:
+        def run_one(numbered: tuple[int, GpuStep]) -> None:
             number, step = numbered
             left = min(step.seconds, deadline - time.monotonic())
             if left <= 0:
@@ -94,7 +94,7 @@ def run_all(steps: Iterable[Step], report: Report, seconds: float) -> list[str]:
             with ThreadPoolExecutor(workers) as pool:
                 try:
                     list(pool.map(run_one, group))
-                except BaseException:  # Ctrl-C, too
+                except BaseException:  # also Ctrl-C
                     pool.shutdown(wait=False, cancel_futures=True)
                     kill_all_of(Path(scratch))
                     raise
@@ -112,7 +112,7 @@ def describe_machine() -> Results:
     return {"nvidia-smi": driver.splitlines(), "nccl": nccl}
 
 
-def choose(steps: list[Step], names: Sequence[str]) -> list[Step]:
+def choose(steps: list[GpuStep], names: Sequence[str]) -> list[GpuStep]:
     """Choose the steps of these names, or all of them if none is named."""
     known = [step.name for step in steps]
     if wrong := [name for name in names if name not in known]:
@@ -147,7 +147,7 @@ def main() -> None:
     if args.device == "cpu":
         print("a rehearsal on the CPU, in small: its numbers mean nothing")
     print(f"{origin['hardware']}: {len(left)} of {len(steps)} commands are left", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it ends what it has started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # run_all then ends its commands
     late = run_all(left, report, args.seconds or math.inf)
     if late:
         print(f"no time was left for: {', '.join(late)}")

@@ -10,24 +10,24 @@ from contextlib import suppress
 from pathlib import Path
 from xml.etree import ElementTree
 
-from benchmarks.gpu_steps import Step
+from benchmarks.gpu_steps import GpuStep
 from benchmarks.result_files import Results
 from local_ranks.chapters import ROOT
 
-PACKAGES = (".", "packages/prove/src", "packages/shm/src")  # where they lie, installed or not
+PACKAGES = (".", "packages/prove/src", "packages/shm/src")  # their folders, installed or not
 MARK = "RUN_BY_GPU_PY"  # a variable of all processes that we start, so that we find them again
 
 
-def start(step: Step, folder: Path, output: Path) -> subprocess.Popen:
+def start(step: GpuStep, folder: Path, output: Path) -> subprocess.Popen:
     """Start the command as a reader would, in a session of its own."""
     paths = [*(str(ROOT / package) for package in PACKAGES), os.environ.get("PYTHONPATH", "")]
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), MARK: str(folder)}
-    # So torch does not initialize CUDA when a script only asks whether there is a GPU: a process
-    # that has initialized it cannot fork ranks, as the tests and prove do.
+    # NVML answers whether there is a GPU without initializing CUDA: a process that has initialized
+    # it cannot fork ranks, as the tests and prove do.
     variables |= {
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",  # says where it was, if it crashes
+        "PYTHONFAULTHANDLER": "1",  # a crash shows the line of Python
         **dict(step.variables),
     }
     with output.open("w") as file:
@@ -73,7 +73,7 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
-def run(step: Step, folder: Path, seconds: float) -> Results:
+def run(step: GpuStep, folder: Path, seconds: float) -> Results:
     """Run a command; return how it ended and what it has left in its folder."""
     folder.mkdir()
     output, began = folder / "output.txt", time.monotonic()

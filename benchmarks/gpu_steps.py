@@ -22,7 +22,7 @@ RUN = "--run-dir={folder}"
 
 
 @dataclass(frozen=True)
-class Step:
+class GpuStep:
     """A command, and how long it may take."""
 
     name: str
@@ -30,7 +30,7 @@ class Step:
     seconds: int = 60
     in_folder: bool = False  # started there, because it writes where it is started
     beside_others: bool = False  # nothing is timed: it may run while its neighbors do
-    is_refused: bool = False  # it must fail
+    is_refused: bool = False  # the command must fail
     variables: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -54,52 +54,52 @@ def flags_of(device: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return short, short
 
 
-def tests() -> Step:
+def tests() -> GpuStep:
     jobs = ("-n", str(max(1, min(6, (os.cpu_count() or 1) // 2)))) if find_spec("xdist") else ()
     options = ("-v", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu")
     command = ("-m", "pytest", *jobs, *options, "--junitxml={folder}/tests.xml", "tests/stages")
-    return Step("tests", command, 120)
+    return GpuStep("tests", command, 120)
 
 
-def programs(device: str) -> list[Step]:
+def programs(device: str) -> list[GpuStep]:
     """What a reader would run: the stages, the roads, prove."""
     here, shared = flags_of(device)
     net, fp16, sharding = "--model=net-bn", "--amp=fp16", "--max-steps=20"
     two_ranks = ("torchrun", "--standalone", "--nproc-per-node=2", STAGE_04, *shared[:2])
     return [
-        Step("04 alone", ranks(1, STAGE_04, *here)),
-        Step("04 minimal", ranks(1, MINIMAL), in_folder=True),
-        Step("05 on two ranks", ranks(2, STAGE_05, net, *shared)),
-        Step("05 in fp16", ranks(2, STAGE_05, net, fp16, *shared)),
-        Step("survive", ranks(2, SURVIVE, net, fp16, *here)),
-        Step("shard by hand", ranks(2, SHARD, sharding, *shared[:2])),
-        Step("shard", ranks(1, SHARD, "--library", sharding, *here[:2])),
-        Step("zero", ranks(2, SHARD, "--library", "--shard=optimizer", sharding, *shared[:2])),
-        Step("units", ("05_amp_syncbn/formats.py",)),
-        Step("fit", ("01_single_gpu/fit.py", "--model=resnet50", "--memory-limit=8GiB")),
-        Step("example", (f"{ROOT}/beyond/convert/examples/segmentation.py",), in_folder=True),
-        Step("prove", ("-m", "prove", "--json={folder}/prove.json", *two_ranks), 90),
+        GpuStep("04 alone", ranks(1, STAGE_04, *here)),
+        GpuStep("04 minimal", ranks(1, MINIMAL), in_folder=True),
+        GpuStep("05 on two ranks", ranks(2, STAGE_05, net, *shared)),
+        GpuStep("05 in fp16", ranks(2, STAGE_05, net, fp16, *shared)),
+        GpuStep("survive", ranks(2, SURVIVE, net, fp16, *here)),
+        GpuStep("shard by hand", ranks(2, SHARD, sharding, *shared[:2])),
+        GpuStep("shard", ranks(1, SHARD, "--library", sharding, *here[:2])),
+        GpuStep("zero", ranks(2, SHARD, "--library", "--shard=optimizer", sharding, *shared[:2])),
+        GpuStep("units", ("05_amp_syncbn/formats.py",)),
+        GpuStep("fit", ("01_single_gpu/fit.py", "--model=resnet50", "--memory-limit=8GiB")),
+        GpuStep("example", (f"{ROOT}/beyond/convert/examples/segmentation.py",), in_folder=True),
+        GpuStep("prove", ("-m", "prove", "--json={folder}/prove.json", *two_ranks), 90),
     ]
 
 
-def what_a_gpu_refuses() -> list[Step]:
+def what_a_gpu_refuses() -> list[GpuStep]:
     """What cannot be rehearsed: only a GPU runs it over nccl, or refuses to."""
     nccl = ("03_ddp_manual_allreduce/collectives.py", "--world-size=1", "--backend=nccl")
-    alone = torch.cuda.device_count() == 1  # with more, nothing is refused
+    alone = torch.cuda.device_count() == 1  # with more GPUs, nothing is refused
     allowed = (("NCCL_MULTI_RANK_GPU_ENABLE", "1"),)  # two ranks a GPU, from NCCL 2.30 on
     older = torch.cuda.nccl.version() < (2, 30)
     on_two, smallest = ranks(2, STAGE_04, RUN), ranks(2, MINIMAL)
     fsdp = ranks(2, SHARD, "--library", "--backend=gloo", RUN)
     return [
-        Step("collectives over nccl", nccl),
-        Step("FSDP over gloo", fsdp, is_refused=True),
-        Step("two ranks over nccl", on_two, is_refused=alone),
-        Step("two of minimal", smallest, in_folder=True, is_refused=alone),
-        Step("two that may", on_two, is_refused=alone and older, variables=allowed),
+        GpuStep("collectives over nccl", nccl),
+        GpuStep("FSDP over gloo", fsdp, is_refused=True),
+        GpuStep("two ranks over nccl", on_two, is_refused=alone),
+        GpuStep("two of minimal", smallest, in_folder=True, is_refused=alone),
+        GpuStep("two that may", on_two, is_refused=alone and older, variables=allowed),
     ]
 
 
-def loaders(device: str) -> list[Step]:
+def loaders(device: str) -> list[GpuStep]:
     """A step of ResNet-50 whose images one process loads, or eight."""
     here, _ = flags_of(device)
     flags = ["--dataset=synthetic", "--amp=bf16"]
@@ -108,39 +108,39 @@ def loaders(device: str) -> list[Step]:
     else:
         flags += ["--batch-size=8"]
     return [
-        Step("one loader", ranks(1, STAGE_05, *flags, *here)),
-        Step("8 loaders", ranks(1, STAGE_05, *flags, "--workers=8", *here)),
+        GpuStep("one loader", ranks(1, STAGE_05, *flags, *here)),
+        GpuStep("8 loaders", ranks(1, STAGE_05, *flags, "--workers=8", *here)),
     ]
 
 
-def timeline(device: str) -> Step:
+def timeline(device: str) -> GpuStep:
     _, shared = flags_of(device)
     images = ("--model=resnet18", "--dataset=synthetic", "--image-size=64", "--max-steps=60")
     recorded = (sys.executable, *ranks(2, STAGE_04, *images, *shared))
-    return Step("timeline", (f"{ROOT}/benchmarks/timeline.py", *recorded), in_folder=True)
+    return GpuStep("timeline", (f"{ROOT}/benchmarks/timeline.py", *recorded), in_folder=True)
 
 
-def measurements(device: str) -> list[Step]:
+def measurements(device: str) -> list[GpuStep]:
     """The sections of bench.py that a GPU can show: one is worth most, then the shortest ones."""
     steps = []
     for name, section in find_sections().items():
         flags = [f"--out={{folder}}/{name}.json", f"--device={device}"]
-        flags += ["--rounds=1"] if name == "stages" else []  # for more there is no time
+        flags += ["--rounds=1"] if name == "stages" else []  # more rounds would take too long
         flags += [] if device == "cuda" else ["--quick"]
         if section.seconds_on_gpu:
             command = ("benchmarks/bench.py", name, *flags)
-            steps.append(Step(name, command, section.seconds_on_gpu))
+            steps.append(GpuStep(name, command, section.seconds_on_gpu))
     return sorted(steps, key=lambda step: (step.name != FIRST_SECTION, step.seconds))
 
 
-def list_steps(device: str) -> list[Step]:
+def list_steps(device: str) -> list[GpuStep]:
     here, _ = flags_of(device)
     first, *others = measurements(device)
     only_on_gpus = what_a_gpu_refuses() if device == "cuda" else []
     steps = [
         first,
         tests(),
-        Step("tour", ("benchmarks/tour.py", "--ranks=2", *here), 120),
+        GpuStep("tour", ("benchmarks/tour.py", "--ranks=2", *here), 120),
         *(replace(step, beside_others=True) for step in (*programs(device), *only_on_gpus)),
         *loaders(device),
         timeline(device),

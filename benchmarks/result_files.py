@@ -17,8 +17,8 @@ import torch
 from local_ranks.chapters import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
-MACHINE = "machines/amd-epyc-2-cores"  # whose `make bench` the pages show
-GPU = "gpu/1-x-nvidia-h200/gpu"  # whose `make gpu` they show
+MACHINE = "machines/amd-epyc-2-cores"  # the pages show its `make bench`
+GPU = "gpu/1-x-nvidia-h200/gpu"  # the pages show its `make gpu`
 MIB = 2**20
 
 Results = dict[str, Any]
@@ -28,7 +28,7 @@ def hardware(device: str) -> str:
     """The name of the CPU, or of the GPUs."""
     if device == "cuda":
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    cpuinfo = Path("/proc/cpuinfo")  # only Linux has it
+    cpuinfo = Path("/proc/cpuinfo")  # only Linux has this file
     names = re.findall(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else []
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
 
@@ -73,7 +73,7 @@ def file_name(hardware: str) -> str:
 
 
 def machine_file(origin: Results) -> Path:
-    """Where `make bench` stores what it measured on a machine of this provenance."""
+    """Name the file where `make bench` stores what it measured on a machine of this provenance."""
     return RESULTS / "machines" / f"{file_name(origin['hardware'])}.json"
 
 

@@ -36,12 +36,12 @@ class Variant:
     over_shm: bool = False
     bf16: bool = False
 
-    def title(self, ranks: int) -> str:
-        return self.label.replace("RANKS", str(ranks))
+    def title(self, world_size: int) -> str:
+        return self.label.replace("RANKS", str(world_size))
 
     @property
-    def holds_as(self) -> str:
-        """The key in memory.STEP_OPTIONS that holds the same: threads and shm change nothing."""
+    def memory_key(self) -> str:
+        """Name the memory.STEP_OPTIONS of this variant: threads and shm do not change memory."""
         return "05-bf16" if self.bf16 else self.stage
 
     def why_not_on(self, device: str) -> str:
@@ -86,17 +86,17 @@ def stages_in(flag: str) -> list[str]:
     return stages
 
 
-def command_of(key: str, ranks: int, device: str = "cpu") -> list[str]:
-    """The command of a variant after `python`, with paths from the current folder."""
-    parts = [part.replace("RANKS", str(ranks)) for part in VARIANTS[key].command]
+def command_of(key: str, world_size: int, device: str = "cpu") -> list[str]:
+    """Return the command of a variant after `python`, with paths from the current folder."""
+    parts = [part.replace("RANKS", str(world_size)) for part in VARIANTS[key].command]
     parts = [os.path.relpath(ROOT / part) if part.endswith(".py") else part for part in parts]
-    return [*parts, *backend_flags(VARIANTS[key].stage, ranks, device)]
+    return [*parts, *backend_flags(VARIANTS[key].stage, world_size, device)]
 
 
-def backend_flags(stage: str, ranks: int, device: str) -> list[str]:
+def backend_flags(stage: str, world_size: int, device: str) -> list[str]:
     """Choose nccl if each rank has a GPU of its own, else gloo, over which ranks can share one."""
     default = {"03": "gloo", "04": "nccl", "05": "nccl"}.get(stage)
     if device == "cpu" or default is None:
         return []
-    backend = "nccl" if ranks <= torch.cuda.device_count() else "gloo"
+    backend = "nccl" if world_size <= torch.cuda.device_count() else "gloo"
     return ["--backend", backend] if backend != default else []

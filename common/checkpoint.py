@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from common.options import UsageError
 from common.record import Progress, Recorder
-from common.run_folder import replace
+from common.run_folder import write_atomically
 
 
 def checkpoint_state(
     recorder: Recorder, model: Module, optimizer: Optimizer, **more: Any
 ) -> dict[str, Any]:
-    """What a checkpoint holds. more: what else has a state_dict."""
+    """Return a checkpoint's content. more: other objects with a state_dict, such as scaler."""
     parts = {"model": model, "optimizer": optimizer, **more}
     state = {name: part.state_dict() for name, part in parts.items()}
     return state | {"summary": recorder.summary, **asdict(recorder.progress)}
@@ -32,7 +32,7 @@ def save_checkpoint(recorder: Recorder, model: Module, optimizer: Optimizer, **m
     """
     content = io.BytesIO()
     torch.save(checkpoint_state(recorder, model, optimizer, **more), content)
-    replace(recorder.args.run_dir / "checkpoint.pt", content.getbuffer())
+    write_atomically(recorder.args.run_dir / "checkpoint.pt", content.getbuffer())
     recorder.print_epoch()
 
 
@@ -53,7 +53,7 @@ def load_checkpoint(args: Namespace, model: Module, optimizer: Optimizer, **more
 def read_checkpoint(
     path: Path, args: Namespace, model: Module, optimizer: Optimizer, **more: Any
 ) -> tuple[Progress, dict]:
-    """Load the file into model, optimizer and the others; returns how far, and of which run."""
+    """Load the file into model, optimizer and the others; returns its progress and summary."""
     try:
         # weights_only: a pickled object could run any code while it is being loaded
         state = dict(torch.load(path, map_location="cpu", weights_only=True))

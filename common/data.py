@@ -47,7 +47,7 @@ class Images(Dataset):
         return len(self.labels)
 
     def __getitem__(self, index: int | Sequence[int]) -> tuple[Tensor, Tensor]:
-        """A sample, or a batch: one gather instead of a hundred."""
+        """Return a sample, or a batch by one gather instead of a hundred."""
         images = self.images[index].to(self.shift.dtype)
         return images.sub_(self.shift).mul_(self.scale), self.labels[index]
 
@@ -58,7 +58,7 @@ ImageSet: TypeAlias = Images | ImageFolder  # both have `classes` and give (imag
 
 
 def load_dataset(args: Namespace) -> tuple[ImageSet, ImageSet]:
-    """The training set and the test set."""
+    """Return the training set and the test set."""
     load = {"synthetic": synthesize, "imagefolder": read_folders}.get(args.dataset, read_arrays)
     try:
         train, test = load(args, train=True), load(args, train=False)
@@ -83,10 +83,10 @@ def require_a_batch(train: Sized, args: Namespace) -> None:
 
 
 def read_arrays(args: Namespace, train: bool) -> Images:
-    """A data set of torchvision that fits into memory; downloaded if it is not there yet."""
+    """Read a data set of torchvision that fits into memory; download it if it is missing."""
     try:
         source = SOURCES[args.dataset](args.data_dir, train=train)
-    except (RuntimeError, ValueError):  # it is not there, or another process is writing it
+    except (RuntimeError, ValueError):  # the files are missing, or another process is writing them
         args.data_dir.mkdir(parents=True, exist_ok=True)
         with (args.data_dir / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # one process downloads, and the others wait here
@@ -102,7 +102,7 @@ def read_arrays(args: Namespace, train: bool) -> Images:
 
 
 def read_folders(args: Namespace, train: bool) -> ImageFolder:
-    """DATA-DIR/train/CLASS/*.jpg and DATA-DIR/test/CLASS/*.jpg."""
+    """Read DATA-DIR/train/CLASS/*.jpg, or DATA-DIR/test/CLASS/*.jpg."""
     size, folder = args.image_size, args.data_dir / ("train" if train else "test")
     crop = [T.RandomResizedCrop(size), T.RandomHorizontalFlip()]
     if not train:
@@ -119,7 +119,7 @@ def open_picture(path: str) -> Any:
 
 
 def synthesize(args: Namespace, train: bool) -> Images:
-    """Noise over one faint random picture per class: images of any size that can be learned."""
+    """Make noise over a faint random picture per class: images of any size that can be learned."""
     shape, samples = (3, args.image_size, args.image_size), 2048 if train else 512
     generator = torch.Generator().manual_seed(args.seed)
     faint = torch.randint(0, 64, (args.classes, *shape), generator=generator, dtype=torch.uint8)
@@ -132,19 +132,19 @@ def synthesize(args: Namespace, train: bool) -> Images:
 
 
 def collate(batch: list | tuple) -> object:
-    """Images gives whole batches; other data sets give a list of samples."""
+    """Batch a list of samples; what Images gives is already a batch."""
     return batch if isinstance(batch, tuple) else default_collate(batch)
 
 
 def loader_options(args: Namespace) -> dict[str, Any]:
-    """What every DataLoader of a run gets, beside its data set, batch size and sampler."""
-    pin = args.device == "cuda"  # copies to the GPU need not wait then
-    limit = 600 if args.workers else 0  # s: a worker that finds /dev/shm full sends no batch
+    """Return what every DataLoader of a run gets beside its data set, batch size and sampler."""
+    pin = args.device == "cuda"  # from pinned memory, a copy to the GPU need not wait
+    limit = 600 if args.workers else 0  # seconds: a worker that finds /dev/shm full sends no batch
     return {"num_workers": args.workers, "timeout": limit, "collate_fn": collate, "pin_memory": pin}
 
 
 def local_batch_size(global_batch: int, parts: int) -> int:
-    """The size of `parts` equal pieces. Unequal pieces would need weighted gradients."""
+    """Return the size of `parts` equal pieces; unequal ones would need weighted gradients."""
     if global_batch % parts:
         larger = -(-global_batch // parts) * parts
         raise UsageError(f"--batch-size {global_batch} does not divide by {parts}: try {larger}")

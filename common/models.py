@@ -10,7 +10,7 @@ from common.options import UsageError
 class Net(nn.Module):
     """The network of the MNIST tutorials, with dropout; or, to compare runs, with BatchNorm.
 
-    The second is wider, draws no random numbers, and is smooth: rounding changes little.
+    With BatchNorm, it is wider, draws no random numbers, and is smooth: rounding changes little.
     """
 
     def __init__(self, channels: int, image_size: int, classes: int, batch_norm: bool) -> None:
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 def build_model(name: str, dataset: ImageSet, batch: int | None = None) -> nn.Module:
-    """A new model for these images: (B, C, H, W) -> (B, classes).
+    """Make a model for these images: (B, C, H, W) -> (B, classes).
 
     batch: the samples that BatchNorm normalizes together in training, if it is to be trained.
     UsageError if that leaves BatchNorm a single value for each channel, which has no variance.

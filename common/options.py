@@ -60,7 +60,7 @@ def bounded(kind: type, noun: str, lowest: float, below: float = math.inf) -> Ca
 
 
 def int_at_least(lowest: int, below: int = 10**9) -> Callable[[str], Any]:
-    """An argparse type: a whole number; of samples, pixels or ranks nobody has a billion."""
+    """An argparse type: a whole number, by default below a billion, which suffices for counts."""
     return bounded(int, "whole number", lowest, below)
 
 
@@ -68,7 +68,7 @@ float_at_least = partial(bounded, float, "number")
 
 
 def make_parser(stage: str, doc: str | None) -> Parser:
-    """The flags of all stages. A stage adds only the flags that it teaches."""
+    """Make a parser with the flags of all stages; a stage adds only those that it teaches."""
     parser = Parser(doc)
     real, seed = float_at_least(0, below=1e38), int_at_least(0, below=2**32)
     devices = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)

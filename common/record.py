@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from common.run_folder import open_run_folder, replace, writing_to
+from common.run_folder import explain_write_errors, open_run_folder, write_atomically
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Recorder:
         self.is_rank_zero = rank == 0
         self.seconds: list[float] = []  # how long each step took
         self.rates: list[float] = []  # the learning rate of each step
-        self.epoch_line = ""  # what end_epoch has to say, until it is printed
+        self.epoch_line = ""  # the line of an epoch, until print_epoch prints it
         self.ticks: list[Any] = []  # the start of an epoch, and the end of each step
         keys = ("stage", "dataset", "model", "epochs", "seed", "device")
         self.summary = {key: getattr(args, key) for key in keys} | {"world_size": world_size}
@@ -54,11 +54,11 @@ class Recorder:
             print(f"global batch {args.batch_size} = {parts}", flush=True)
 
     def start_epoch(self, steps: int) -> None:
-        """steps: of a whole epoch; a resumed run has done some of them before."""
+        """Begin an epoch of so many steps; a resumed run has taken some of them before."""
         self.epoch_steps, self.ticks = steps, [self.tick()]
 
     def step(self) -> bool:
-        """Count and time an optimizer step; whether it was the last one of --max-steps."""
+        """Count and time an optimizer step; return whether it was the last one of --max-steps."""
         self.progress.step += 1
         self.progress.epoch_step += 1
         if self.progress.epoch_step == self.epoch_steps:
@@ -91,7 +91,7 @@ class Recorder:
         self.seconds += self.seconds_of_steps()
         rows = zip(self.progress.losses[-n:], self.rates[-n:], self.seconds[-n:], strict=True)
         folder = self.args.run_dir
-        with writing_to(folder), (folder / "metrics.jsonl").open("a") as log:
+        with explain_write_errors(folder), (folder / "metrics.jsonl").open("a") as log:
             for step, (loss, lr, seconds) in enumerate(rows, self.progress.step - n + 1):
                 line = {"epoch": epoch, "step": step, "loss": loss, "lr": lr, "samples": samples}
                 log.write(json.dumps(line | {"seconds": round(seconds, 7)}) + "\n")
@@ -101,7 +101,9 @@ class Recorder:
         self.write(epoch, losses)
         mean = statistics.fmean(self.progress.losses)
         self.summary |= {"train_loss": mean, "test_loss": test_loss, "test_accuracy": accuracy}
-        if self.progress.epoch_step == 0:  # otherwise --max-steps has ended it inside
+        if (
+            self.progress.epoch_step == 0
+        ):  # otherwise --max-steps has ended the run inside the epoch
             self.progress.losses = []
         if self.is_rank_zero:
             speed = self.args.batch_size / statistics.median(self.seconds[-len(losses) :])
@@ -134,5 +136,5 @@ class Recorder:
             "torch": torch.__version__,
         }
         text = json.dumps(self.summary, indent=2) + "\n"
-        replace(self.args.run_dir / "summary.json", text.encode())
+        write_atomically(self.args.run_dir / "summary.json", text.encode())
         print(f"wrote metrics.jsonl, summary.json and checkpoint.pt to {self.args.run_dir}")

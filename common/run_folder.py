@@ -12,8 +12,8 @@ FILES = ("metrics.jsonl", "summary.json", "checkpoint.pt", "checkpoint.before.pt
 
 
 @contextmanager
-def writing_to(folder: Path) -> Iterator[None]:
-    """Where all files of a run are written: what the disk refuses ends the run in one line."""
+def explain_write_errors(folder: Path) -> Iterator[None]:
+    """Turn an OSError in this block into a UsageError of one line that names --run-dir."""
     try:
         yield
     except OSError as error:
@@ -21,10 +21,10 @@ def writing_to(folder: Path) -> Iterator[None]:
         raise UsageError(f"{why}: make room, or name another one") from error
 
 
-def replace(path: Path, content: bytes | memoryview) -> None:
+def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """Give the file this content. A crash or a full disk leaves the old file, whole."""
     unfinished = path.with_name(f"{path.name}.tmp")
-    with writing_to(path.parent):
+    with explain_write_errors(path.parent):
         unfinished.write_bytes(content)
         unfinished.replace(path)
 
@@ -35,7 +35,7 @@ def open_run_folder(args: Namespace, step: int) -> None:
     step: the last one of the checkpoint that was loaded; 0 without one, even for `--resume auto`.
     """
     folder = args.run_dir
-    with writing_to(folder):
+    with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         of_this_folder = step and (
             args.resume == "auto" or folder.samefile(Path(args.resume).parent)

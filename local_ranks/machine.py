@@ -6,8 +6,8 @@ from functools import cache
 from pathlib import Path
 
 
-def patience(seconds: float) -> float:
-    """A time limit that only a hang reaches: as much longer as processes wait for a core."""
+def timeout_under_load(seconds: float) -> float:
+    """Lengthen a time limit by the load of the machine, so that only a hang reaches it."""
     return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
@@ -17,5 +17,5 @@ def _scratch() -> tempfile.TemporaryDirectory:
 
 
 def scratch_folder() -> Path:
-    """A new one, gone when the tests end."""
+    """Make a new folder, which is deleted when this process ends."""
     return Path(tempfile.mkdtemp(dir=_scratch().name))

@@ -15,14 +15,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from local_ranks.machine import patience, scratch_folder
+from local_ranks.machine import scratch_folder, timeout_under_load
 from local_ranks.ranks import run_ranks
 from local_ranks.scripts import SECONDS, use_default_start_method
 
 
 def run_on_ranks(world_size: int, function: Callable, *args: Any, may_die: tuple = ()) -> list:
-    """What function(rank, *args) returns on each rank; it joins the process group itself."""
-    options: dict[str, Any] = {"backend": None, "seconds": patience(SECONDS), "may_die": may_die}
+    """Return function(rank, *args) of each rank; the function joins the process group itself."""
+    options: dict[str, Any] = {
+        "backend": None,
+        "seconds": timeout_under_load(SECONDS),
+        "may_die": may_die,
+    }
     return run_ranks(world_size, _run_function, function, args, **options)
 
 
@@ -31,14 +35,16 @@ def _run_function(rank: int, function: Callable, args: tuple) -> Any:
     return function(rank, *args)
 
 
-def on_ranks(ranks: int = 0) -> Callable:
-    """The body of a test runs on so many ranks of a process group over gloo, in a new folder.
-    Without a number, on as many as its argument `ranks` says."""
+def on_ranks(world_size: int = 0) -> Callable:
+    """Decorate a test so that its body runs on so many ranks over gloo, in a new folder.
+
+    Without a number, the test's argument `world_size` says how many.
+    """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         def start(**arguments: Any) -> None:
             body = (test.__module__, test.__name__, arguments)
-            run_on_ranks(ranks or arguments["ranks"], _run_body, scratch_folder(), *body)
+            run_on_ranks(world_size or arguments["world_size"], _run_body, scratch_folder(), *body)
 
         _, *others = signature(test).parameters.values()  # pytest gives all of them but `rank`
         start.__signature__ = Signature(others)  # type: ignore[attr-defined]
@@ -55,7 +61,7 @@ def _run_body(rank: int, folder: Path, module: str, test: str, arguments: dict[s
 
 
 def gather_from_ranks(value: Any) -> list:
-    """What each rank gives, on every rank."""
+    """Return the values of all ranks; every rank must call this."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     return everyone

@@ -17,8 +17,9 @@ from common.data import load_dataset
 from common.models import build_model
 from local_ranks.train_stage import default_dtype, options
 
-Step = list[list[int]]  # the groups of samples that a step normalizes together
-Steps = Callable[[int, int, int, int], Iterator[Step]]  # called with samples, batch, seed and epoch
+SampleGroups = list[list[int]]  # the groups of samples that a step normalizes together
+# Called with samples, batch, seed and epoch; yields the groups of each step.
+BatchSchedule = Callable[[int, int, int, int], Iterator[SampleGroups]]
 Batch = tuple[torch.Tensor, torch.Tensor]  # images and labels
 
 
@@ -26,17 +27,17 @@ def permutation(samples: int, seed: int) -> list[int]:
     return torch.randperm(samples, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def whole_batches(samples: int, batch: int, seed: int, epoch: int) -> Iterator[Step]:
+def whole_batches(samples: int, batch: int, seed: int, epoch: int) -> Iterator[SampleGroups]:
     """01 and SyncBN: the global batch is one group."""
     order = permutation(samples, seed + epoch)
     for start in range(0, samples - batch + 1, batch):
         yield [order[start : start + batch]]
 
 
-def chunks(parts: int) -> Steps:
+def chunks(parts: int) -> BatchSchedule:
     """02: replica r normalizes the r-th piece of the batch."""
 
-    def steps(samples: int, batch: int, seed: int, epoch: int) -> Iterator[Step]:
+    def steps(samples: int, batch: int, seed: int, epoch: int) -> Iterator[SampleGroups]:
         size = batch // parts
         for [whole] in whole_batches(samples, batch, seed, epoch):
             yield [whole[r * size : (r + 1) * size] for r in range(parts)]
@@ -44,20 +45,20 @@ def chunks(parts: int) -> Steps:
     return steps
 
 
-def strides(parts: int) -> Steps:
+def strides(parts: int) -> BatchSchedule:
     """03 and 04: rank r normalizes every parts-th sample of the batch, as both deal them out."""
 
-    def steps(samples: int, batch: int, seed: int, epoch: int) -> Iterator[Step]:
+    def steps(samples: int, batch: int, seed: int, epoch: int) -> Iterator[SampleGroups]:
         for [whole] in whole_batches(samples, batch, seed, epoch):
             yield [whole[r::parts] for r in range(parts)]
 
     return steps
 
 
-def micro_batches(parts: int, k: int) -> Steps:
+def micro_batches(parts: int, k: int) -> BatchSchedule:
     """survive with --accumulate: the j-th of k pieces of each rank's samples, over all ranks."""
 
-    def steps(samples: int, batch: int, seed: int, epoch: int) -> Iterator[Step]:
+    def steps(samples: int, batch: int, seed: int, epoch: int) -> Iterator[SampleGroups]:
         size = batch // (parts * k)
         for shares in strides(parts)(samples, batch, seed, epoch):
             yield [
@@ -69,12 +70,12 @@ def micro_batches(parts: int, k: int) -> Steps:
 
 @dataclass(frozen=True)
 class Training:
-    """What the process is told besides the steps: the options of the run that it repeats."""
+    """The options of the run that the oracle repeats, besides its batches."""
 
     batch: int
     epochs: int
     seed: int
-    lr: float | Callable[[int], float]  # or a function of the step
+    lr: float | Callable[[int], float]  # a number, or a function of the step
     momentum: float
     model: str = "net-bn"
     clip: float = math.inf  # the largest norm of all gradients together
@@ -85,8 +86,10 @@ class Training:
         return self.lr(step) if callable(self.lr) else self.lr
 
 
-def replay(steps: Steps, training: Training) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of every step and the final weights, all float64."""
+def replay(
+    steps: BatchSchedule, training: Training
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the loss of every step and the final weights, all in float64."""
     with default_dtype(torch.float64):
         train_set, _ = load_dataset(options(*training.data, f"--batch-size={training.batch}"))
         torch.manual_seed(training.seed)

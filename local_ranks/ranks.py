@@ -32,11 +32,11 @@ SLOW_MODULES = ("torch", "torchvision", "matplotlib.pyplot", "tabulate")
 
 
 @dataclass
-class NewProcesses:
-    """How the processes begin that this one starts."""
+class ProcessDefaults:
+    """How this process starts others."""
 
     start_method: str = "forkserver"  # "fork" in a process that has imported torch already
-    preloaded: list[str] = field(default_factory=list)  # if empty, what is slow is preloaded
+    preloaded: list[str] = field(default_factory=list)  # if empty, those of SLOW_MODULES
 
     def context(self) -> Any:
         slow = [name for name in SLOW_MODULES if name in sys.modules]
@@ -44,24 +44,24 @@ class NewProcesses:
         return multiprocessing.get_context(self.start_method)
 
 
-NEW_PROCESSES = NewProcesses()
+PROCESS_DEFAULTS = ProcessDefaults()
 
 
 class RankError(RuntimeError):
     """A rank has raised an error, or ended without an answer. The text says which one, and why."""
 
 
-class Start(NamedTuple):
-    """How a rank begins."""
+class RankOptions(NamedTuple):
+    """How a rank starts and ends."""
 
     variables: dict[str, str]  # variables of the environment
-    backend: str | None = "gloo"  # None: its function joins the process group
+    backend: str | None = "gloo"  # None: the function joins the process group
     device: str = "cpu"
-    quiet: bool = False  # hide what it writes to stderr; an error still arrives
-    keep_alive: bool = False  # until it is killed, because the others would notice its exit
+    quiet: bool = False  # hide what the rank writes to stderr; an error still arrives
+    keep_alive: bool = False  # until the rank is killed: others would notice its exit
 
 
-class Rank(NamedTuple):
+class RankProcess(NamedTuple):
     process: BaseProcess
     answer: Connection
 
@@ -70,28 +70,30 @@ class Rank(NamedTuple):
         return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
 
 
-class Ranks:
+class RankPool:
     """Ranks that run one function; at the end of the `with`, those that still run are killed."""
 
-    def __init__(self, world_size: int, start: Start, function: Callable, args: tuple) -> None:
-        context = NEW_PROCESSES.context()
+    def __init__(
+        self, world_size: int, options: RankOptions, function: Callable, args: tuple
+    ) -> None:
+        context = PROCESS_DEFAULTS.context()
         # The store where the ranks meet. Port 0: the operating system picks a free one.
         self.store = dist.TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
         self.ranks = []
         self.all_started = context.Event()
         for rank in range(world_size):
             variables = torchrun_variables(rank, world_size, self.store.port)
-            variables |= STORE_OF_A_LAUNCHER | start.variables
+            variables |= STORE_OF_A_LAUNCHER | options.variables
             receiver, sender = context.Pipe(duplex=False)
-            rank_start = start._replace(variables=variables)
-            arguments = (rank, rank_start, self.all_started, sender, function, args)
+            options_of_rank = options._replace(variables=variables)
+            arguments = (rank, options_of_rank, self.all_started, sender, function, args)
             process = context.Process(target=run_rank, args=arguments)
             process.start()
             sender.close()
-            self.ranks.append(Rank(process, receiver))
+            self.ranks.append(RankProcess(process, receiver))
         self.all_started.set()
 
-    def __enter__(self) -> list[Rank]:
+    def __enter__(self) -> list[RankProcess]:
         return self.ranks
 
     def __exit__(self, *_: object) -> None:
@@ -111,16 +113,16 @@ def run_ranks(
     quiet: bool = False,
     may_die: Collection[int] = (),
 ) -> list:
-    """What function(rank, *args) returns on each rank of a process group, in their order.
+    """Return what function(rank, *args) returns on each rank of a process group, in rank order.
 
     function: defined in a module, so that another process can import it. An error on one rank ends
     all ranks and is raised here as RankError; so does the time limit, after `seconds`.
     may_die: ranks that may end without an answer, which is then None.
     """
-    start = Start({}, backend, device, quiet)
+    options = RankOptions({}, backend, device, quiet)
     answers: dict[int, Any] = {}
     end = time.monotonic() + seconds
-    with Ranks(world_size, start, function, args) as ranks:
+    with RankPool(world_size, options, function, args) as ranks:
         while len(answers) < world_size:
             waiting = {ranks[n].answer: n for n in range(world_size) if n not in answers}
             ready = wait(waiting, max(0, end - time.monotonic()))
@@ -129,11 +131,11 @@ def run_ranks(
             for number in [number for answer, number in waiting.items() if answer in ready]:
                 answers[number] = answer_of(number, ranks[number], number in may_die)
         for rank in ranks:
-            rank.process.join(10)  # it leaves the group
+            rank.process.join(10)  # the rank leaves the group
     return [answers[number] for number in range(world_size)]
 
 
-def answer_of(number: int, rank: Rank, may_die: bool) -> Any:
+def answer_of(number: int, rank: RankProcess, may_die: bool) -> Any:
     try:
         is_good, answer = pickle.loads(rank.answer.recv_bytes())
     except EOFError:
@@ -154,21 +156,21 @@ def watch_ranks(
     backend: str | None = "gloo",
     variables: dict[str, str] | None = None,
 ) -> list[str]:
-    """What became of each rank: what function(rank, *args) returned, how it ended, or `waits`.
+    """Tell what became of each rank: what function(rank, *args) returned, how it ended, or `waits`.
 
     function returns a text. seconds: how long it has after all ranks have joined.
     """
-    start = Start(variables or {}, backend, quiet=True, keep_alive=True)
-    with Ranks(world_size, start, function, args) as ranks:
+    options = RankOptions(variables or {}, backend, quiet=True, keep_alive=True)
+    with RankPool(world_size, options, function, args) as ranks:
         for rank in ranks:
-            rank.answer.recv_bytes()  # it has joined
+            rank.answer.recv_bytes()  # the rank has joined
         end = time.monotonic() + seconds
         while not all(rank.answer.poll() for rank in ranks) and time.monotonic() < end:
             time.sleep(0.02)
         return [became_of(rank) for rank in ranks]
 
 
-def became_of(rank: Rank) -> str:
+def became_of(rank: RankProcess) -> str:
     if not rank.answer.poll():  # neither an answer nor the end of its process
         return "waits"
     try:
@@ -179,7 +181,7 @@ def became_of(rank: Rank) -> str:
 
 
 def torchrun_variables(rank: int | str, world_size: int, port: int | str) -> dict[str, str]:
-    """What torchrun tells a rank, if all of them are on this machine."""
+    """Return torchrun's variables for a rank, if all ranks are on this machine."""
     variables = {"RANK": rank, "LOCAL_RANK": rank}
     variables |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -187,40 +189,47 @@ def torchrun_variables(rank: int | str, world_size: int, port: int | str) -> dic
 
 
 def run_rank(
-    rank: int, start: Start, all_started: Event, answer: Connection, function: Callable, args: tuple
+    rank: int,
+    options: RankOptions,
+    all_started: Event,
+    answer: Connection,
+    function: Callable,
+    args: tuple,
 ) -> None:
     """Join the group, call the function, and answer with what it returns, or with its error."""
     end_with_parent()
     # While the store's thread asks who connects, glibc holds a lock. A rank that is forked just
     # then has that lock, which nobody gives back. So no rank connects before all are started.
     all_started.wait()
-    if start.quiet:
+    if options.quiet:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    os.environ.update(start.variables)
-    dist.set_debug_level_from_env()  # torch has read it when it was imported, in the fork server
-    torch.set_num_threads(1)  # or the ranks compete for the cores
+    os.environ.update(options.variables)
+    dist.set_debug_level_from_env()  # torch has read the level before, in the fork server
+    torch.set_num_threads(1)  # with more, the ranks would compete for the cores
     try:
-        join_group(rank, start)
-        if start.keep_alive:
+        join_group(rank, options)
+        if options.keep_alive:
             answer.send_bytes(b"joined")
         result = (True, function(rank, *args))
     except Exception:
         result = (False, traceback.format_exc())
     answer.send_bytes(pickle.dumps(result))  # send() would hand tensors over as shared memory
-    if start.keep_alive:
+    if options.keep_alive:
         time.sleep(3600)
-    if start.backend and dist.is_initialized():
+    if options.backend and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def join_group(rank: int, start: Start) -> None:
+def join_group(rank: int, options: RankOptions) -> None:
     gpu = None
-    if start.device == "cuda":
+    if options.device == "cuda":
         gpu = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(gpu)
         torch.set_default_device(gpu)
-    if start.backend:
-        dist.init_process_group(start.backend, device_id=gpu if start.backend == "nccl" else None)
+    if options.backend:
+        dist.init_process_group(
+            options.backend, device_id=gpu if options.backend == "nccl" else None
+        )
 
 
 def end_with_parent() -> None:
@@ -241,6 +250,6 @@ def init_gloo_or_refuse(program: str, why_two: str) -> None:
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
         command = f"torchrun --standalone --nproc-per-node=2 {program}"
         raise UsageError(f"{why_two}: start two, with {command}")
-    # Their messages stay on loopback; torchrun's store, where they meet, listens everywhere.
+    # The ranks' messages stay on loopback; torchrun's store, where they meet, listens everywhere.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname()[0] == "Darwin" else "lo")
     dist.init_process_group("gloo")

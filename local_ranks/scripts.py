@@ -21,30 +21,32 @@ import torch
 import torch.distributed as dist
 
 from local_ranks.chapters import ROOT
-from local_ranks.machine import patience, scratch_folder
+from local_ranks.machine import scratch_folder, timeout_under_load
 from local_ranks.ranks import (
-    NEW_PROCESSES,
+    PROCESS_DEFAULTS,
     STORE_OF_A_LAUNCHER,
     torchrun_variables,
 )
 
-SECONDS = 60  # more than any rank takes; a hang ends here
+SECONDS = 60  # a script takes less, so only a hang reaches this limit
 
 
-def launcher_variables(port: int | str, ranks: int = 2) -> dict[str, str]:
-    """What torchrun tells each rank. {RANK} stands for its number, see `run_script`."""
-    return torchrun_variables("{RANK}", ranks, port)
+def launcher_variables(port: int | str, world_size: int = 2) -> dict[str, str]:
+    """Return torchrun's variables for each rank; {RANK} stands for its number, see `run_script`."""
+    return torchrun_variables("{RANK}", world_size, port)
 
 
 def variables_of_rank(rank: int, variables: dict[str, str]) -> dict[str, str]:
     return {name: value.replace("{RANK}", str(rank)) for name, value in variables.items()}
 
 
-def store_of_a_launcher(ranks: int) -> tuple[dist.TCPStore, dict[str, str]]:
-    """The store where ranks meet, kept by this process as torchrun's agent does, and what the ranks
-    are told. The caller holds the store as long as they run."""
+def store_of_a_launcher(world_size: int) -> tuple[dist.TCPStore, dict[str, str]]:
+    """Make the store where ranks meet, as torchrun's agent does, and the variables of the ranks.
+
+    The caller must hold the store as long as the ranks run.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return store, launcher_variables(store.port, ranks) | STORE_OF_A_LAUNCHER
+    return store, launcher_variables(store.port, world_size) | STORE_OF_A_LAUNCHER
 
 
 def use_default_start_method() -> None:
@@ -69,7 +71,7 @@ def fork_ranks() -> None:
         return processes
 
     spawning.start_processes = by_fork  # type: ignore[attr-defined]
-    NEW_PROCESSES.start_method = "fork"
+    PROCESS_DEFAULTS.start_method = "fork"
 
 
 def _run_when(rank: int, all_started: Event, function: Callable, *args: Any) -> None:
@@ -78,13 +80,13 @@ def _run_when(rank: int, all_started: Event, function: Callable, *args: Any) -> 
 
 
 def prepare_for_script(script: str, flags: Sequence[str], output: str) -> None:
-    """Make of this process one that has just started for the script, and prints into this file."""
+    """Make this process like one that was started for the script and prints into this file."""
     torch.set_num_threads(1)  # OMP_NUM_THREADS is read when torch is imported: before this process
     use_default_start_method()
     with open(output, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    # A line is written as one.
+    # Each line is written in one piece.
     sys.stdout.reconfigure(write_through=False, line_buffering=True)  # type: ignore[union-attr]
     sys.argv = [script, *flags]
     sys.path[0:0] = [str(Path(script).parent)]
@@ -93,7 +95,7 @@ def prepare_for_script(script: str, flags: Sequence[str], output: str) -> None:
 def become_script(
     rank: int, env: dict[str, str], script: str, flags: tuple, cwd: str, output: str
 ) -> None:
-    """Be `python SCRIPT FLAGS`, with the output in a file, and end with its exit status."""
+    """Run the script as `python SCRIPT FLAGS` would, and end with its exit status."""
     os.environ.update(env)
     os.chdir(cwd)
     prepare_for_script(script, flags, f"{output}.{rank}")
@@ -114,7 +116,7 @@ def become_script(
 def run_script(
     script: str,
     *flags: str,
-    ranks: int = 1,
+    processes: int = 1,
     env: dict[str, str] | None = None,
     cwd: str | Path = ROOT,
     seconds: float = SECONDS,
@@ -122,28 +124,28 @@ def run_script(
     """Run `python SCRIPT FLAGS` as that many processes; exit status and output of each.
     env: what a launcher adds; {RANK} in a value becomes the rank."""
     output = f"{scratch_folder()}/out"
-    processes = []
-    for rank in range(ranks):
+    started = []
+    for rank in range(processes):
         variables = variables_of_rank(rank, env or {})
         arguments = (rank, variables, str(ROOT / script), flags, str(cwd), output)
-        processes.append(NEW_PROCESSES.context().Process(target=become_script, args=arguments))
-        processes[-1].start()
-    deadline = time.monotonic() + patience(seconds)
-    for process in processes:
+        started.append(PROCESS_DEFAULTS.context().Process(target=become_script, args=arguments))
+        started[-1].start()
+    deadline = time.monotonic() + timeout_under_load(seconds)
+    for process in started:
         process.join(max(0.1, deadline - time.monotonic()))
         if process.is_alive():
-            for other in processes:
+            for other in started:
                 other.kill()
             raise TimeoutError(f"{script} {' '.join(flags)} did not end in {seconds} s")
     return [
         (process.exitcode or 0, Path(f"{output}.{rank}").read_text())
-        for rank, process in enumerate(processes)
+        for rank, process in enumerate(started)
     ]
 
 
 def launch_script(
-    script: str, *flags: str, ranks: int = 2, env: dict[str, str] | None = None, **how: Any
+    script: str, *flags: str, world_size: int = 2, env: dict[str, str] | None = None, **how: Any
 ) -> list[tuple[int, str]]:
     """Call `run_script` for ranks that think torchrun has started them. env: more variables."""
-    _store, variables = store_of_a_launcher(ranks)
-    return run_script(script, *flags, ranks=ranks, env=variables | (env or {}), **how)
+    _store, variables = store_of_a_launcher(world_size)
+    return run_script(script, *flags, processes=world_size, env=variables | (env or {}), **how)

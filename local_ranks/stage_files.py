@@ -1,7 +1,8 @@
 """The files of a stage as the tests load them: as they are, or with lines left out.
 
-Many tests and helpers take `without`, lines of a stage to leave out. pytest passes none, so that
-the test is about the stage as it is. tests/pages/test_break_it.py passes one: then it must fail.
+Many tests and helpers take `changes`, lines of a stage to leave out. pytest passes none, so that
+the test is about the stage as it is. tests/pages/test_break_it.py passes one, and the test must
+fail.
 """
 
 import ast
@@ -18,10 +19,10 @@ LESSON_FOLDERS = {path.name[:2]: path for path in sorted(ROOT.glob("0?_*"))}
 LESSON_FOLDERS |= {
     name: ROOT / "beyond" / name for name in ("survive", "shard", "local_sgd", "forecast")
 }
-# Of a folder of the repository. Other tests write the last two, while this one copies.
+# A copy of the repository leaves these out. Other tests write the last two at the same time.
 NOT_COPIED = ignore_patterns(".*", "runs", "*MNIST", "cifar*", "_site", "__pycache__")
 
-# A file of a stage and a line of it to leave out; or a file, a text of it, and another text.
+# (file, line): leave this line of a stage's file out. (file, old, new): replace a text in the file.
 Change = tuple[str, ...]
 
 
@@ -54,7 +55,7 @@ def changed_source(path: Path, changes: Sequence[Change]) -> str:
         if new:
             source = replace_once(source, (old, new[0]))
             continue
-        lines = source.splitlines()  # without their indent and their comment:
+        lines = source.splitlines()  # compared without indent and comment
         places = [i for i, line in enumerate(lines) if line.split("  #")[0].strip() == old]
         assert places, f"{path} has no line {old!r}"
         for place in places:
@@ -63,13 +64,16 @@ def changed_source(path: Path, changes: Sequence[Change]) -> str:
     return source
 
 
-compiled = cache(compile)  # the same text again and again, if a test takes many fresh modules
+compiled = cache(compile)  # a test that takes many fresh modules compiles each text once
 
 
 def fresh_module(
     path: Path, changes: Sequence[Change] = (), register: bool = False
 ) -> types.ModuleType:
-    """A program as a new module, changed. register: others import it, not the file."""
+    """Load a program as a new module, with these changes.
+
+    register: later imports of its name find this module instead of the file.
+    """
     name = path.stem if path.name != "train.py" else f"train_{path.parent.name}"
     if str(path.parent) not in sys.path:  # a script finds the files beside it
         sys.path.insert(0, str(path.parent))

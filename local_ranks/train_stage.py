@@ -32,22 +32,22 @@ def options(*flags: str) -> Namespace:
     return make_parser("", "").parse_args([*ON_CPU, *flags])
 
 
-def load_stage(key: str, without: tuple[Change, ...] = ()) -> types.ModuleType:
+def load_stage(key: str, changes: tuple[Change, ...] = ()) -> types.ModuleType:
     """A stage's train.py as a module, with the given lines of the stage's files left out.
 
-    Then its other modules are imported anew, because one of them may have imported what is changed.
+    With changes, the stage's other modules are imported anew: one may have imported a changed file.
     """
-    if without:
+    if changes:
         folder = f"{LESSON_FOLDERS[key]}/"
         for name, module in [*sys.modules.items()]:
             if (getattr(module, "__file__", None) or "").startswith(folder):
                 del sys.modules[name]
-    files = dict.fromkeys([*(file for file, *_ in without), "train.py"])
-    return [fresh_module(LESSON_FOLDERS[key] / file, without, register=True) for file in files][-1]
+    files = dict.fromkeys([*(file for file, *_ in changes), "train.py"])
+    return [fresh_module(LESSON_FOLDERS[key] / file, changes, register=True) for file in files][-1]
 
 
 def spawned_as(rank: int) -> AbstractContextManager:
-    """Stage 03 starts no process: this one is that rank."""
+    """Patch mp.spawn, so that stage 03 starts no process and this one becomes the rank."""
 
     def spawn(train: Callable, args: tuple, nprocs: int) -> None:
         world_size, _, *others = args
@@ -77,10 +77,10 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def train_rank(
-    rank: int, key: str, flags: tuple, dtype: torch.dtype, without: tuple[Change, ...]
+    rank: int, key: str, flags: tuple, dtype: torch.dtype, changes: tuple[Change, ...]
 ) -> tuple[dict, str]:
-    """One rank of `train`: its last weights, and what it prints."""
-    stage: Any = load_stage(key, without)
+    """Be one rank of `train`; return its last weights and what it prints."""
+    stage: Any = load_stage(key, changes)
     models: list[torch.nn.Module] = []
     build = stage.build_model
 
@@ -100,14 +100,14 @@ def train(
     world_size: int,
     *flags: str,
     dtype: torch.dtype = torch.float64,
-    without: tuple[Change, ...] = (),
+    changes: tuple[Change, ...] = (),
     folder: Path | None = None,
 ) -> Run:
-    """Run a stage's main on that many ranks (01 and 02: always one), in float64 if not said."""
+    """Run a stage's main on that many ranks (01 and 02: always one), by default in float64."""
     folder = folder or scratch_folder()
     flags = (*ON_CPU, f"--run-dir={folder}", *flags)
     flags += (f"--world-size={world_size}",) if key == "03" else ()
-    ranks = run_on_ranks(world_size, train_rank, key, flags, dtype, without)
+    ranks = run_on_ranks(world_size, train_rank, key, flags, dtype, changes)
     return Run(folder, [state for state, _ in ranks], ranks[0][1])
 
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "packages/prove/src"), str(ROOT / "beyond/puzzles")]
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from local_ranks.ranks import NEW_PROCESSES  # noqa: E402
+from local_ranks.ranks import PROCESS_DEFAULTS  # noqa: E402
 
 FOLDER = ROOT / "runs" / "notebook_puzzles"
 
@@ -49,7 +49,7 @@ def show(number: int) -> None:
 
 def run(*flags: str) -> None:
     with tempfile.NamedTemporaryFile("r") as printed:
-        process = NEW_PROCESSES.context().Process(target=run_judge, args=(flags, printed.name))
+        process = PROCESS_DEFAULTS.context().Process(target=run_judge, args=(flags, printed.name))
         process.start()
         process.join()
         print(printed.read().rstrip())

@@ -54,16 +54,16 @@ SETTINGS: dict[str, Any] = {"batch": 120, "epochs": 2, "seed": 7, "lr": 0.02, "m
 STYLES = (("o", "-"), ("s", "--"), ("^", "-."), ("D", ":"), ("v", "-"), ("P", "--"))
 
 
-def train(name: str, dtype: str = "float32", model: str = "net-bn", without: tuple = ()) -> Any:
+def train(name: str, dtype: str = "float32", model: str = "net-bn", changes: tuple = ()) -> Any:
     """Do one of RUNS by the stage's own train.py, on the digits: its `losses` and `states`.
 
-    without: lines of the stage that are left out, or replaced by others, each with its file.
+    changes: lines of the stage that are left out, or replaced by others, each with its file.
     """
     settings = {"batch-size" if name == "batch" else name: SETTINGS[name] for name in SETTINGS}
     words = [f"--{flag}={value}" for flag, value in settings.items()] + [f"--model={model}"]
     run, precision = RUNS[name], getattr(torch, dtype)
     stage, words = VARIANTS[run.key].stage, [*words, *run.flags]
-    return train_stage.train(stage, run.ranks, *words, dtype=precision, without=without)
+    return train_stage.train(stage, run.ranks, *words, dtype=precision, changes=changes)
 
 
 def train_all(names: Iterable[str] = LABELS_WITH_BF16, **options: Any) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Flat:
     @torch.no_grad()
     def finish(self) -> None:
         gradients = fill_missing_gradients(self.parameters)
-        if not gradients:  # on no rank, so all of them return here
+        if not gradients:  # no rank has a gradient, so all ranks return here
             return
         flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
         flat /= dist.get_world_size()  # before the sum, as DDP does: it could overflow in fp16
@@ -69,13 +69,13 @@ FIRST_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
 def cut_into_buckets(
     parameters: list[Parameter], first_bytes: int, other_bytes: int
 ) -> list[list[Parameter]]:
-    """Groups of one dtype and device, each closed when it has reached so many bytes.
+    """Return groups of one dtype and device, each closed when it has reached so many bytes.
 
     Backward begins at the last layer, so the groups go in reverse order (Li et al., PyTorch
     Distributed, VLDB 2020, section 3.2.3). The first one is small, so that it is full early.
     """
     groups: list[list[Parameter]] = []
-    open_groups: dict[tuple, list[Parameter]] = {}  # the one that is not full, of each kind
+    open_groups: dict[tuple, list[Parameter]] = {}  # by kind: the group that is not full
     for parameter in reversed(parameters):
         kind = parameter.dtype, parameter.device
         if kind not in open_groups:
@@ -95,11 +95,11 @@ class Bucket:
     def __init__(self, parameters: list[Parameter]) -> None:
         self.flat = parameters[0].new_zeros(sum(parameter.numel() for parameter in parameters))
         self.views = views_of(self.flat, parameters)
-        self.missing = set(parameters)  # these are not in the bucket yet
+        self.not_ready = set(parameters)  # their gradients are not in the bucket yet
 
-    def put(self, parameter: Parameter) -> None:
+    def store_gradient(self, parameter: Parameter) -> None:
         write_divided_gradient(parameter, self.views[parameter])
-        self.missing.discard(parameter)
+        self.not_ready.discard(parameter)
 
 
 class Bucketed:
@@ -124,32 +124,32 @@ class Bucketed:
         if not self.synchronize:
             return
         bucket = self.bucket_of[parameter]
-        if parameter not in bucket.missing:
+        if parameter not in bucket.not_ready:
             raise RuntimeError(
                 "a second backward before finish(): call finish() after each, or set "
                 "synchronize to False before all but the last"
             )
-        bucket.put(parameter)
+        bucket.store_gradient(parameter)
         self.send_full_buckets()
 
     def send_full_buckets(self) -> None:
         for bucket in self.buckets[len(self.sent) :]:
-            if bucket.missing:  # later buckets wait, because all ranks must send in one order
+            if bucket.not_ready:  # later buckets wait, because all ranks must send in one order
                 break
             self.sent.append(dist.all_reduce(bucket.flat, async_op=True))
 
     @torch.no_grad()
     def finish(self) -> None:
         for bucket in self.buckets:
-            for parameter in list(bucket.missing):  # backward has not used them
-                bucket.put(parameter)
+            for parameter in list(bucket.not_ready):  # parameters that backward has not used
+                bucket.store_gradient(parameter)
         self.send_full_buckets()
         for work in self.sent:
             work.wait()
         for parameter, gradient in fill_missing_gradients(self.parameters).items():
             gradient.copy_(self.bucket_of[parameter].views[parameter])
         for bucket in self.buckets:
-            bucket.missing = set(bucket.views)
+            bucket.not_ready = set(bucket.views)
         self.sent = []
 
 
@@ -163,7 +163,7 @@ class Ring(Flat):
 
 
 class Reducer(Protocol):
-    """What all of them offer. To make one is a collective, and so is each call of finish()."""
+    """The interface of all reducers: creating one is a collective, and so is each finish()."""
 
     def finish(self) -> None:
         """Leave the mean of all ranks' gradients on every rank; call this after backward."""

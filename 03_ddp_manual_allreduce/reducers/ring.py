@@ -67,7 +67,7 @@ def ring_all_reduce(tensor: Tensor) -> int:
     # What arrives in step s, chunk (rank - s - 1), is what leaves in step s + 1.
     targets = [(s, piece) for s in range(steps) for piece in chunks[(rank - s - 1) % n]]
     # In the first n - 1 steps, what arrives is added, so it must not overwrite.
-    scratch = flat.new_empty(2, min(length, len(flat)))  # one is added up while the other fills
+    scratch = flat.new_empty(2, min(length, len(flat)))  # one buffer is added up as the other fills
     buffers = [
         scratch[index % 2, : len(piece)] if step < n - 1 else piece
         for index, (step, piece) in enumerate(targets)
@@ -98,7 +98,7 @@ def receive(buffers: list[Tensor], source: int) -> Iterator[Tensor]:
 
 
 def trace(rank: int, length: int) -> tuple[int, list[str]]:
-    """Bytes that the faster ring sends, and the chunks at the start and after every step."""
+    """Return the bytes that the faster ring sends, and its chunks before and after each step."""
     numbers = torch.full((length,), 10**rank, dtype=torch.int64)
     sent, lines = ring_all_reduce(numbers.clone()), []
 

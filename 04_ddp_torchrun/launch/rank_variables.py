@@ -28,17 +28,17 @@ PRINT_THEM = f"echo {' '.join(f'${name.upper()}' for name in Process._fields)}" 
 
 
 def arguments_of(nodes: list[int], node: int) -> list[str]:
-    """What torchrun gets on that node."""
+    """Return the arguments of torchrun on that node."""
     return f"--nnodes={len(nodes)} --node-rank={node} --nproc-per-node={nodes[node]}".split()
 
 
 def launch(nodes: list[int]) -> list[list[Process]]:
-    """The processes of each node, in the order of their ranks."""
+    """Return the processes of each node, in the order of their ranks."""
     with socket.socket() as probe:  # a free port, where the torchruns meet
         probe.bind(("127.0.0.1", 0))
         meeting_point = f"--master-addr=127.0.0.1 --master-port={probe.getsockname()[1]}".split()
     torchrun = [sys.executable, "-m", "torch.distributed.run", *meeting_point]
-    shell = ["--no-python", "sh", "-c", PRINT_THEM]  # it starts at once
+    shell = ["--no-python", "sh", "-c", PRINT_THEM]  # the shell starts at once
     pipe, env = subprocess.PIPE, {**os.environ, "OMP_NUM_THREADS": "1"}
     agents = [
         subprocess.Popen(

@@ -30,7 +30,7 @@ from benchmarks.variants import VARIANTS
 from local_ranks.ranks import run_ranks
 
 RANKS, GLOBAL_BATCH = 2, 64
-BytesOf = dict[str, int]  # of each kind
+BytesOf = dict[str, int]  # by kind of tensor
 
 
 def ddp(model: nn.Module, **options: Any) -> nn.Module:
@@ -48,7 +48,7 @@ VIEWS = {"wrap": partial(ddp, gradient_as_bucket_view=True)}
 SYNC_BATCHNORM = {"wrap": lambda model: ddp(with_sync_batchnorm(model))}
 BF16, ACCUMULATE = {"dtype": torch.bfloat16}, {"micro_batches": 4}
 IN_PLACE = {**ACCUMULATE, "zeroed_in_place": True}
-STEP_OPTIONS: dict[str, dict[str, Any]] = {  # by stage
+STEP_OPTIONS: dict[str, dict[str, Any]] = {  # options of the step, by stage
     "01": {},
     "02": {},
     "03": {"reducer": reducers.PerParameter},
@@ -56,7 +56,7 @@ STEP_OPTIONS: dict[str, dict[str, Any]] = {  # by stage
     "05": SYNC_BATCHNORM,
     "05-bf16": {**SYNC_BATCHNORM, **BF16},
 }
-WAYS = {  # to hold less than DDP with Adam
+WAYS = {  # ways to hold less than DDP with Adam
     "DDP with Adam": PLAIN,
     "bf16 autocast": {**PLAIN, **BF16},
     "accumulate 4": {**PLAIN, **ACCUMULATE},
@@ -113,7 +113,7 @@ class CountedStep(TrainingStep):
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         # A gradient that is a view of a bucket counts as bucket.
         apart = [g for g in gradients if g.untyped_storage().data_ptr() not in self.buckets]
-        optimizer = getattr(self.optimizer, "optim", self.optimizer)  # of ZeRO
+        optimizer = getattr(self.optimizer, "optim", self.optimizer)  # ZeRO wraps it
         state = [value for each in optimizer.state.values() for value in each.values()]
         fixed = [*model.parameters(), *model.buffers(), *batch]
         return {

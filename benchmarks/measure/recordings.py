@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.measure.timeline_recorder import Kind, Recording, Span, Step
+from benchmarks.measure.timeline_recorder import Kind, RecordedStep, Recording, Span
 from benchmarks.result_files import Results, provenance
 from benchmarks.variants import VARIANTS, command_of
 from common.options import UsageError
@@ -63,7 +63,7 @@ def ends_of_steps(recording: Recording) -> list[float]:
     return [start, *(each[-1].end for each in optimizers)]
 
 
-def cut(recordings: Sequence[Recording], number: int) -> Step:
+def cut(recordings: Sequence[Recording], number: int) -> RecordedStep:
     """Cut out one step of all ranks, in milliseconds since the first of them began it."""
     ends = [ends_of_steps(recording) for recording in recordings]
     start = min(each[number] for each in ends)
@@ -71,7 +71,7 @@ def cut(recordings: Sequence[Recording], number: int) -> Step:
     def milliseconds(seconds: float) -> float:
         return round(1000 * (seconds - start), 3)
 
-    step: Step = {"ms": milliseconds(max(each[number + 1] for each in ends)), "ranks": []}
+    step: RecordedStep = {"ms": milliseconds(max(each[number + 1] for each in ends)), "ranks": []}
     for recording in recordings:
         spans = [
             span._replace(begin=milliseconds(span.begin), end=milliseconds(span.end))
@@ -84,7 +84,7 @@ def cut(recordings: Sequence[Recording], number: int) -> Step:
 
 def median_step(*runs: Sequence[Recording]) -> Results:
     """Choose the step of median length of all runs; say of how many."""
-    compared: list[Step] = []
+    compared: list[RecordedStep] = []
     for recordings in runs:
         steps = min(len(recording["steps"]) for recording in recordings)
         if steps <= WARM_UP:

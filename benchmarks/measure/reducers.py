@@ -6,7 +6,7 @@ from functools import partial
 from torch import nn
 
 from benchmarks.measure.sections import section
-from benchmarks.measure.timing import AA, Effort, Steps, interleave_steps, summarize
+from benchmarks.measure.timing import AA, Effort, VariantSteps, interleave_steps, summarize
 from benchmarks.measure.training_step import (
     build,
     ddp_without_buffers,
@@ -66,7 +66,7 @@ def time_one_rank(rank: int, name: str, effort: Effort) -> Results:
     return time_rounds(name, variants, effort)
 
 
-def time_rounds(name: str, variants: Steps, effort: Effort) -> Results:
+def time_rounds(name: str, variants: VariantSteps, effort: Effort) -> Results:
     rounds, steps = ROUNDS_AND_STEPS[name]
     rounds, steps = min(rounds, effort.rounds), 1 if effort.quick else steps
     rows = summarize(interleave_steps(variants, rounds, steps))

@@ -19,7 +19,7 @@ Measuring = TypeVar("Measuring", bound=Measure)  # with the other arguments that
 
 class Section(NamedTuple):
     measure: Measure
-    seconds_on_gpu: int  # that `make gpu` gives it; 0: it is measured on the CPU only
+    seconds_on_gpu: int  # time that `make gpu` allows; 0: measured on the CPU only
 
 
 SECTIONS: dict[str, Section] = {}

@@ -45,8 +45,8 @@ def held_by_kind(training: Any) -> dict[str, int]:
     """Count the bytes that this rank keeps between two steps, before zero_grad."""
     optimizer: Any = training.optimizer
     gradients: list = [p.grad for p in training.model.parameters()]
-    gradients += [bucket.shard for bucket in getattr(optimizer, "buckets", [])]  # ZeRO-2's
-    inner = getattr(optimizer, "inner", getattr(optimizer, "optim", optimizer))  # what it wraps
+    gradients += [bucket.shard for bucket in getattr(optimizer, "buckets", [])]  # with ZeRO-2
+    inner = getattr(optimizer, "inner", getattr(optimizer, "optim", optimizer))  # unwrapped
     states = [value for state in inner.state.values() for value in state.values()]
     held = {}
     for kind, values in zip(
@@ -105,7 +105,7 @@ def count_sent(make_training: Callable, level: str, build_model: Callable = buil
     for _ in range(STEPS):
         take_step(training, length=8)
     total = torch.tensor(float(received_bytes() - before))
-    dist.all_reduce(total)  # of all ranks, which received what all have sent
+    dist.all_reduce(total)  # over all ranks: what they received is what they sent
     return total.item() / STEPS / dist.get_world_size() / parameters
 
 

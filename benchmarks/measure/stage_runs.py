@@ -68,11 +68,11 @@ def run_command(command: Sequence[str], folder: Path, threads: int, show: bool) 
     return StageRun(json.loads((folder / "summary.json").read_text()), read_metrics(folder))
 
 
-def run_quietly(key: str, ranks: int, device: str, *flags: str, threads: int = 1) -> StageRun:
+def run_quietly(key: str, world_size: int, device: str, *flags: str, threads: int = 1) -> StageRun:
     """Run a variant of which only the numbers are kept."""
     flags = (f"--device={device}", *flags, f"--data-dir={ROOT / 'data'}")
     with TemporaryDirectory() as folder:
-        command = [*command_of(key, ranks, device), *flags]
+        command = [*command_of(key, world_size, device), *flags]
         return run_command(command, Path(folder), threads, show=False)
 
 

@@ -37,7 +37,7 @@ def time_run_without_messages(ranks: int, *flags: str) -> float:
 
 
 def or_nan(run: Callable[[], float]) -> float:
-    """Return a run's seconds, or nan if it failed: it has said why, and the others go on."""
+    """Return a run's seconds, or nan if it failed; the run has printed why, and others go on."""
     try:
         return run()
     except SystemExit:
@@ -61,7 +61,7 @@ def measure_stages(effort: Effort, keys: Collection[str] = KEYS) -> Results:
             variants[key] = partial(time_run, median, key, ranks, effort.device, *flags)
     times = interleave_runs({key: partial(or_nan, run) for key, run in variants.items()}, rounds)
     failed = [key for key, seconds in times.items() if any(map(math.isnan, seconds))]
-    if {next(iter(times)), AA} & {*failed}:  # the others are compared with it
+    if {next(iter(times)), AA} & {*failed}:  # the other variants are compared with it
         raise SystemExit(1)
     for key in failed:
         reasons[key] = "a run of it failed"

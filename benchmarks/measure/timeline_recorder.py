@@ -42,9 +42,9 @@ class Kind(str, Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
-    MESSAGE = "message"  # who sends it waits until it is there
-    STARTED = "started message"  # who sends it goes on meanwhile
-    BUCKET = "bucket"  # of DDP, whose backward goes on meanwhile
+    MESSAGE = "message"  # the sender waits until the message is there
+    STARTED = "started message"  # the sender goes on meanwhile
+    BUCKET = "bucket"  # a message of DDP, whose backward goes on meanwhile
 
 
 MESSAGES = (Kind.MESSAGE, Kind.STARTED, Kind.BUCKET)
@@ -53,7 +53,7 @@ MESSAGES = (Kind.MESSAGE, Kind.STARTED, Kind.BUCKET)
 class Span(NamedTuple):
     kind: Kind
     thread: str  # main, or the name of another one
-    begin: float  # in seconds; in a Step, in milliseconds since its begin
+    begin: float  # in seconds; in a RecordedStep, in milliseconds since its begin
     end: float
 
 
@@ -61,7 +61,7 @@ class Recording(TypedDict):
     """What one process has recorded."""
 
     rank: int
-    gpu: str  # its name, or nothing
+    gpu: str  # the name of the GPU, or nothing
     torch: str
     steps: list[list[Span]]
 
@@ -71,7 +71,7 @@ class RankOfStep(TypedDict):
     spans: list[Span]
 
 
-class Step(TypedDict):
+class RecordedStep(TypedDict):
     """One step of all ranks."""
 
     ms: float
@@ -132,7 +132,7 @@ class SpanRecorder:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.clock, self.now = folder, Clock(), OfThread()
-        self.steps: list[list[OpenSpan]] = [[]]  # the last one is not over
+        self.steps: list[list[OpenSpan]] = [[]]  # the last step is not over
         self.is_over = False
         self.first_optimizer, self.rank = 0, 0
         self.in_backward = False
@@ -236,7 +236,7 @@ class SpanRecorder:
         self.end(self.now.optimizers.pop())
         self.first_optimizer = self.first_optimizer or id(optimizer)
         if self.is_over or id(optimizer) != self.first_optimizer:
-            return  # a GAN has two: a step ends with the first one's
+            return  # a GAN has two optimizers: a step ends with the first one's
         if len(self.steps) == 1:
             self.rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
         self.steps.append([])
@@ -247,7 +247,7 @@ class SpanRecorder:
     def save(self) -> None:
         *steps, _ = self.steps
         if self.is_over or not steps:
-            return  # it has saved all, or does not train
+            return  # the process has saved all, or does not train
         recording: Recording = {
             "rank": self.rank,
             "gpu": gpu_name(),

@@ -19,7 +19,7 @@ from benchmarks.result_files import Results
 AA = "A/A"  # the first variant once more
 
 Times = dict[str, list[float]]  # by variant: the seconds per step in each round
-Steps = Mapping[str, Callable[[], object]]  # by variant: what one step does
+VariantSteps = Mapping[str, Callable[[], object]]  # by variant: what one step does
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def timed(step: Callable[[], object], steps: int) -> Callable[[], float]:
     return seconds_per_step
 
 
-def interleave_steps(variants: Steps, rounds: int, steps: int = 1) -> Times:
+def interleave_steps(variants: VariantSteps, rounds: int, steps: int = 1) -> Times:
     """Take so many steps of each variant in every round, timed by the slowest rank's clock."""
     for step in variants.values():
         for _ in range(min(3, rounds)):  # DDP rearranges its buckets after the first step

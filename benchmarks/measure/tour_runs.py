@@ -28,7 +28,7 @@ def measure_tour(args: Namespace) -> Results:
             "label": VARIANTS[key].label,
             "summary": runs[key].summary,
             "losses": runs[key].losses(),  # one for each step
-            "held": held[VARIANTS[key].holds_as]["held"],
+            "held": held[VARIANTS[key].memory_key]["held"],
         }
         for key in keys
     }
@@ -93,5 +93,5 @@ def count_memory(keys: list[str], args: Namespace) -> Results:
     image, _ = train_set[0]  # (C, H, W)
     optimizer, classes = "momentum" if args.momentum else "sgd", len(train_set.classes)
     plan = peak.Plan(args.model, image.shape[-1], optimizer, args.device, image.shape[0], classes)
-    jobs = dict.fromkeys(VARIANTS[key].holds_as for key in keys)
+    jobs = dict.fromkeys(VARIANTS[key].memory_key for key in keys)
     return count_in_stages(jobs, plan, args.batch_size, args.ranks)

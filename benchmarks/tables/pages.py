@@ -54,7 +54,7 @@ def table(name: str, file: str, *parts: str) -> Callable[[Making], Making]:
 
 
 def table_of_gpu(name: str) -> Callable[[Making], Making]:
-    """The same, from what `make gpu` has measured with the section of this name."""
+    """Decorate what makes a table from what `make gpu` has measured with this section."""
     return table(name, GPU, "steps", name, "results", name)
 
 
@@ -74,7 +74,7 @@ def origin_of(results: Results) -> str:
 
 
 def text_of(name: str) -> str:
-    """What stands on a page between its comments: `stages`, or `origin of stages`."""
+    """Return what stands on a page between its comments: `stages`, or `origin of stages`."""
     shown = find_tables()[name.removeprefix(ORIGIN)]
     results = shown.results()
     return origin_of(results) if name.startswith(ORIGIN) else shown.make(results)

@@ -40,24 +40,26 @@ LINKS = {
 class Forecast:
     """A job whose local batch stays the same on any number of GPUs.
 
-    job: one micro-batch on one GPU. inside, between: the links in a node and across nodes. wire:
-    bytes sent for each byte of gradients.
+    job: one micro-batch on one GPU. intra_node, inter_node: the links in a node and across nodes.
+    bytes_factor: bytes sent for each byte of gradients.
     """
 
     job: Job
     batch: int
     gpus_per_node: int
-    inside: Link
-    between: Link
+    intra_node: Link
+    inter_node: Link
     accumulate: int = 1
-    wire: float = 1.0
+    bytes_factor: float = 1.0
 
     def seconds(self, gpus: int) -> float:
         """The time of one step of the optimizer."""
         return step(self.job, lambda size: self.all_reduce(size, gpus), self.accumulate).seconds
 
     def all_reduce(self, size: float, gpus: int) -> float:
-        return two_levels(size * self.wire, gpus, self.gpus_per_node, self.inside, self.between)
+        return two_levels(
+            size * self.bytes_factor, gpus, self.gpus_per_node, self.intra_node, self.inter_node
+        )
 
     def rate(self, gpus: int) -> float:
         """Samples per second of all GPUs together."""
@@ -70,12 +72,14 @@ class Forecast:
     def bound(self, gpus: int) -> str:
         """What limits the step: computing, the latency of messages, or their bytes."""
         without_latency = replace(
-            self, inside=replace(self.inside, alpha=0.0), between=replace(self.between, alpha=0.0)
+            self,
+            intra_node=replace(self.intra_node, alpha=0.0),
+            inter_node=replace(self.inter_node, alpha=0.0),
         )
         now = self.seconds(gpus)
         gains = {
             "latency": now - without_latency.seconds(gpus),
-            "bytes": now - replace(self, wire=0.0).seconds(gpus),
+            "bytes": now - replace(self, bytes_factor=0.0).seconds(gpus),
         }
         if now < 1.02 * self.job.seconds * self.accumulate or max(gains.values()) < 0.01 * now:
             return "computing"
@@ -83,12 +87,12 @@ class Forecast:
 
     def remedies(self, gpus: int) -> Iterator[tuple[str, "Forecast", int]]:
         """What would help, the mildest change first: a name, the new forecast, its GPUs."""
-        yield "send bf16 (bf16_compress_hook)", replace(self, wire=0.5), gpus
+        yield "send bf16 (bf16_compress_hook)", replace(self, bytes_factor=0.5), gpus
         for k in (2, 4, 8, 16):
             yield f"accumulate {k}, with no_sync", replace(self, accumulate=k), gpus
         double = replace(self.job, forward=2 * self.job.forward, backward=2 * self.job.backward)
         yield "a local batch twice as large", replace(self, job=double, batch=2 * self.batch), gpus
-        yield "send bf16, and accumulate 4", replace(self, wire=0.5, accumulate=4), gpus
+        yield "send bf16, and accumulate 4", replace(self, bytes_factor=0.5, accumulate=4), gpus
         good = [n for n in counts_to(gpus)[:-1] if self.efficiency(n) >= GOOD]
         yield f"fewer ranks: {max(good, default=1)}", self, max(good, default=1)
 
@@ -108,7 +112,7 @@ class Forecast:
 
 
 def counts_to(gpus: int) -> list[int]:
-    """1, 2, 4 ... and the last."""
+    """Return 1, 2, 4 ... and the last number of GPUs."""
     return [*(2**power for power in range(gpus.bit_length()) if 2**power < gpus), gpus]
 
 
@@ -144,11 +148,11 @@ def plan(args: Namespace) -> Forecast:
         gradients = gradients_of_classifier(args.model, args.image_size)
     seconds, link = args.step_ms / 1000, LINKS[args.link]
     job = Job(seconds / 3, 2 * seconds / 3, 0.0, fill_buckets(gradients))
-    between = Link(
+    inter_node = Link(
         args.latency_us * 1e-6 if args.latency_us else link.alpha,
         args.gbit * GBIT if args.gbit else link.beta,
     )
-    return Forecast(job, args.batch_size, args.gpus_per_node, LINKS[args.inside], between)
+    return Forecast(job, args.batch_size, args.gpus_per_node, LINKS[args.inside], inter_node)
 
 
 def row(name: object, forecast: Forecast, gpus: int) -> tuple:

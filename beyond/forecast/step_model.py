@@ -18,7 +18,10 @@ from common.options import Parser
 
 @dataclass(frozen=True)
 class Link:
-    """alpha: seconds until a short message arrives. beta: bytes per second, one way."""
+    """A network link.
+
+    alpha: seconds until a short message arrives. beta: bytes per second, one way.
+    """
 
     alpha: float
     beta: float
@@ -26,7 +29,10 @@ class Link:
 
 @dataclass(frozen=True)
 class BucketTime:
-    """ready: the share of backward that is done when its last gradient is ready."""
+    """A bucket of gradients, and when backward fills it.
+
+    ready: the share of backward that is done when the bucket's last gradient is ready.
+    """
 
     size: float
     ready: float
@@ -47,8 +53,11 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Step:
-    """spans: for each bucket, when it is ready, and when its all-reduce begins and ends."""
+class StepForecast:
+    """The forecast of one step.
+
+    spans: for each bucket, when it is ready, and when its all-reduce begins and ends.
+    """
 
     seconds: float
     spans: list[tuple[float, float, float]]
@@ -56,7 +65,7 @@ class Step:
 
 
 def ring(size: float, world_size: int, link: Link) -> float:
-    """Each rank sends 2 (n - 1) messages of 1/n of the tensor (Patarasuk and Yuan, 2009)."""
+    """Return the seconds of a ring: 2 (n - 1) messages of 1/n each (Patarasuk and Yuan, 2009)."""
     return 2 * (world_size - 1) * (link.alpha + size / world_size / link.beta)
 
 
@@ -68,19 +77,21 @@ def tree(size: float, world_size: int, link: Link) -> float:
     return 2 * math.ceil(math.log2(world_size)) * link.alpha + 2 * size / link.beta
 
 
-def two_levels(size: float, gpus: int, gpus_per_node: int, inside: Link, between: Link) -> float:
+def two_levels(
+    size: float, gpus: int, gpus_per_node: int, intra_node: Link, inter_node: Link
+) -> float:
     """The seconds of an all-reduce: a ring in each node, then across the nodes a ring or a tree.
 
-    between.beta: all network cards of a node together, because its GPUs share them.
+    inter_node.beta: all network cards of a node together, because its GPUs share them.
     """
     nodes, local = math.ceil(gpus / gpus_per_node), min(gpus, gpus_per_node)
-    across = min(ring(size, nodes, between), tree(size, nodes, between))
-    return ring(size, local, inside) + across
+    across = min(ring(size, nodes, inter_node), tree(size, nodes, inter_node))
+    return ring(size, local, intra_node) + across
 
 
 def step(
     job: Job, cost: Callable[[float], float], accumulate: int = 1, slowdown: float = 0.0
-) -> Step:
+) -> StepForecast:
     """One step of the optimizer. cost(bytes): the seconds of an all-reduce.
 
     accumulate: micro-batches, all but the last one inside no_sync(). slowdown: the share of its
@@ -88,7 +99,7 @@ def step(
     """
     silent = (accumulate - 1) * (job.forward + job.backward)
     now, done = silent + job.forward, 0.0  # done: seconds of backward
-    free, spans = now, []  # free: when the link will be
+    free, spans = now, []  # free: when the link will be free
     for bucket in job.buckets:
         left = bucket.ready * job.backward - done
         if slowdown:  # while earlier buckets travel, backward is slower
@@ -99,7 +110,7 @@ def step(
         begin = max(now, free)  # all-reduces go one after the other
         free = begin + cost(bucket.size)
         spans.append((now, begin, free))
-    return Step(max(now, free) + job.optimizer, spans, now)
+    return StepForecast(max(now, free) + job.optimizer, spans, now)
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ from evidence.traces import FailedError, Start, Trace, traces
 RUNS = ROOT / "runs" / "puzzles"
 COST = ROOT / "benchmarks" / "results" / "puzzles.json"
 EQUAL = 1e-9  # relative to the weights, in float64: the mistakes change a step by 1e-5 or more
-MOST_LINES = 16  # an answer adds and removes no more
+MOST_LINES = 16  # an answer adds and removes at most so many
 
 
 class Puzzle(NamedTuple):
@@ -167,7 +167,7 @@ def difference(trace: Trace, right: Trace) -> str:
         if mine.shape != expected.shape:
             return f"{mine.numel()} weights in step {step}, expected {expected.numel()}"
         apart = (mine - expected).norm() / expected.norm()
-        if not apart <= EQUAL:  # nan is not, either
+        if not apart <= EQUAL:  # nan differs, too
             return f"after step {step} of {len(right.weights)}, the weights differ by {apart:.0e}"
     if not abs(trace.result - right.result) <= EQUAL * abs(right.result):
         return f"the last number is {trace.result:.6g}, expected {right.result:.6g}"
@@ -211,7 +211,7 @@ def cost(puzzle: Puzzle) -> str:
 
 @contextmanager
 def using(folder: Path) -> Iterator[None]:
-    """What the disk refuses ends the program in one line."""
+    """Turn an OSError in this block into a UsageError of one line that names --folder."""
     try:
         yield
     except OSError as error:

@@ -45,7 +45,7 @@ class ShardedTraining(NamedTuple):
     finish: Callable[[], None]  # after backward: wait for the gradients that are under way
     clip: Callable[[float], Any]  # after that: limit the norm of all gradients
     model_state: Any  # the model as a checkpoint holds it
-    optimizer_state: Any  # and the optimizer
+    optimizer_state: Any  # the optimizer as a checkpoint holds it
 
 
 def by_hand(
@@ -61,7 +61,7 @@ def by_hand(
         optimizer = optimizer_class(fsdp.parameters(), **options)
         states = FullModelState(fsdp), FullOptimizerState(fsdp, optimizer)
         return ShardedTraining(fsdp, optimizer, fsdp.finish, fsdp.clip_grad_norm, *states)
-    if level == "gradients":  # it sends the gradients itself, so there is no DDP
+    if level == "gradients":  # ZeRO-2 sends the gradients itself, so there is no DDP
         zero = ShardedGradients(model.parameters(), optimizer_class, **options)
         for buffer in model.buffers():  # the optimizer knows the parameters alone
             dist.broadcast(buffer, src=0)

@@ -56,7 +56,7 @@ def parse_args() -> Namespace:
     return args
 
 
-@exit_on(RuntimeError)  # torch's: a port in use, or GLOO_SOCKET_IFNAME is no interface here
+@exit_on(RuntimeError)  # torch raises it for a port in use or a wrong GLOO_SOCKET_IFNAME
 def join_process_group(args: Namespace) -> torch.device:
     """Meet the other ranks that torchrun has started; returns the device of this one."""
     if "LOCAL_RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
@@ -130,9 +130,9 @@ def train_epoch(
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
         if recorder.step():  # counts and times it; true at --max-steps
             break
-    total = torch.stack(losses)
-    dist.all_reduce(total)  # once per epoch, because each message costs time
-    return total
+    epoch_losses = torch.stack(losses)
+    dist.all_reduce(epoch_losses)  # once per epoch, because each message costs time
+    return epoch_losses
 
 
 @torch.no_grad()

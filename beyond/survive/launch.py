@@ -34,10 +34,10 @@ def read_launcher() -> list[int]:
         names = SRUN
     else:
         return [0, 0, 1, 1]
-    rank, local_rank, world_size, local_ranks = map(read_number, names)
+    rank, local_rank, world_size, local_world_size = map(read_number, names)
     if rank >= world_size:
         raise LaunchError(f"{names[0]} is {rank}, expected less than {world_size}")
-    return [rank, local_rank, world_size, local_ranks]
+    return [rank, local_rank, world_size, local_world_size]
 
 
 def read_number(name: str) -> int:
@@ -53,10 +53,10 @@ def read_number(name: str) -> int:
 
 
 def join_process_group(
-    device: torch.device, rank: int, world_size: int, local_ranks: int, seconds: int
+    device: torch.device, rank: int, world_size: int, local_world_size: int, seconds: int
 ) -> dist.Store:
     """Join the process group within this time; returns the store where the ranks have met."""
-    limit, one_machine = timedelta(seconds=seconds), local_ranks == world_size
+    limit, one_machine = timedelta(seconds=seconds), local_world_size == world_size
     if one_machine:  # gloo need not listen to the network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     try:
@@ -142,9 +142,9 @@ def join_or_give_up(rank: int, port: int, ranks_that_start: int) -> None:
     names = (*TORCHRUN, "MASTER_PORT")
     os.environ |= dict(zip(names, map(str, (rank, rank, 2, 2, port)), strict=True))
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    rank, _, world_size, local_ranks = read_launcher()
+    rank, _, world_size, local_world_size = read_launcher()
     try:
-        join_process_group(torch.device("cpu"), rank, world_size, local_ranks, seconds=3)
+        join_process_group(torch.device("cpu"), rank, world_size, local_world_size, seconds=3)
         print(f"{ranks_that_start} of 2 ranks start: rank {rank} has joined {dist.get_backend()}")
         dist.barrier()  # every rank must reach this line: else one may leave before the other joins
         dist.destroy_process_group()

@@ -59,11 +59,11 @@ def train(device: torch.device, agreement: Agreement, watchdog: Watchdog) -> Non
 
 
 if __name__ == "__main__":
-    rank, local_rank, world_size, local_ranks = read_launcher()
+    rank, local_rank, world_size, local_world_size = read_launcher()
     device = torch.device("cpu")
     if torch.cuda.is_available():  # srun may show each rank a single GPU, which is then GPU 0
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    store = join_process_group(device, rank, world_size, local_ranks, 60)  # 10. with a time limit
+    store = join_process_group(device, rank, world_size, local_world_size, 60)  # 10. a time limit
     agreement = Agreement(seconds=60)  # 11. after the ranks have met
     with Watchdog(store.clone(), rank, world_size, __file__, 60) as watchdog:  # 12. names the dead
         train(device, agreement, watchdog)

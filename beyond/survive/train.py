@@ -75,7 +75,7 @@ def resume(
     """
     progress, saved = read_checkpoint(path, args, model, optimizer, scaler=scaler)
     stage, seed, batch = [saved[key] for key in ("stage", "seed", "global_batch")]
-    count = saved.get("train_samples", samples)  # an older file does not say
+    count = saved.get("train_samples", samples)  # older checkpoints do not hold it
     if progress.epoch_step and (seed, batch, count) != (args.seed, args.batch_size, samples):
         why = f"ends inside an epoch of {stage} over {count} samples (here: {samples})"
         flags = f"--seed {seed} --batch-size {batch}"
@@ -83,8 +83,8 @@ def resume(
     return progress, saved["world_size"]
 
 
-def until_checkpoint(loader: Iterable, recorder: Recorder, agreement: Agreement) -> Iterator:
-    """The batches until the end of the epoch, the next checkpoint, or the step where all stop."""
+def batches_until_save(loader: Iterable, recorder: Recorder, agreement: Agreement) -> Iterator:
+    """Yield batches until the end of the epoch, the next checkpoint, or the step where all stop."""
     args, progress = recorder.args, recorder.progress
     for batch in loader:
         # Dropout masks are a function of the step, so a resumed run draws the same ones.
@@ -168,13 +168,13 @@ class PreparedRun(NamedTuple):
 
 
 def prepare(args: Namespace, device: torch.device, rank: int, world_size: int) -> PreparedRun:
-    """What one rank can do, and check, alone."""
+    """Do, and check, what one rank can do alone."""
     path = find_checkpoint(args)
     micro_batch = local_batch_size(args.batch_size, world_size * args.accumulate)
-    norm_batch = micro_batch * world_size if args.sync_bn else micro_batch
+    batchnorm_batch = micro_batch * world_size if args.sync_bn else micro_batch
     train_set, test_set = load_dataset(args)
     torch.manual_seed(args.seed)
-    model = build_model(args.model, train_set, norm_batch).to(device)
+    model = build_model(args.model, train_set, batchnorm_batch).to(device)
     if args.sync_bn:  # PyTorch's own layer refuses to train on a CPU, so there, ours does
         if args.device == "cuda":
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -193,7 +193,7 @@ def prepare(args: Namespace, device: torch.device, rank: int, world_size: int) -
 
 
 def wrap_in_ddp(model: nn.Module, image: Tensor) -> DistributedDataParallel:
-    """The model whose backward averages gradients. image: any of the training set, (C, H, W)."""
+    """Wrap the model in DDP. image: any of the training set, (C, H, W)."""
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # no second copy is kept
     # DDP orders its buckets after the first backward. With one here, a resumed run adds in the same
     # order, so it rounds the same way.
@@ -211,7 +211,7 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
     test_shard = range(rank, len(run.test_set), world_size)  # each sample once
     options = loader_options(args)  # worker processes, pinned memory
     test_loader = RankLoader(Subset(run.test_set, test_shard), run.local_batch, **options)
-    watchdog.step = lambda: progress.step  # those that are done
+    watchdog.step = lambda: progress.step  # the steps that are done
 
     ddp = wrap_in_ddp(run.model, run.train_set[0][0].to(device))
     crops = durable.SeededPerSample(run.train_set, args.seed)
@@ -224,7 +224,7 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
         crops.epoch, remaining.skip = epoch, progress.epoch_step * run.local_batch
         rates = learning_rates(args, epoch, len(loader))[progress.epoch_step :]
         recorder.start_epoch(len(loader))
-        batches = until_checkpoint(loader, recorder, agreement)
+        batches = batches_until_save(loader, recorder, agreement)
         losses = train_epoch(ddp, batches, rates, run.optimizer, run.scaler, device, recorder)
         losses = agreement.mean_or_end(losses, run.model, progress.step, run.scaler.get_scale())
         ends_epoch = progress.epoch_step == 0 or progress.step >= args.max_steps
@@ -248,12 +248,12 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
 
 def main() -> None:
     args = parse_args()
-    rank, local_rank, world_size, local_ranks = read_launcher()
+    rank, local_rank, world_size, local_world_size = read_launcher()
     device = torch.device("cpu")
     if args.device == "cuda":  # GPU 0 for local rank 0, 1 for 1, and so on
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    store = join_process_group(device, rank, world_size, local_ranks, args.timeout_seconds)
+    store = join_process_group(device, rank, world_size, local_world_size, args.timeout_seconds)
     agreement = Agreement(args.timeout_seconds)
     with Watchdog(store.clone(), rank, world_size, __file__, args.timeout_seconds) as watchdog:
         train(args, device, agreement, watchdog)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 WIDTH = 600  # on a phone, a picture is as wide as the page: the text stays large enough
-SIZE = 16  # of the text
+SIZE = 16  # of the letters
 INK = "#767b83"
 COLORS = {
     # what a rank does

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from benchmarks.measure.timeline_recorder import MESSAGES, Kind, Span, Step
+from benchmarks.measure.timeline_recorder import MESSAGES, Kind, RecordedStep, Span
 from benchmarks.result_files import Results, origin_line
 from benchmarks.variants import VARIANTS
 from docs.pictures.svg import SIZE, WIDTH, Drawing
@@ -49,7 +49,7 @@ def message_parts(spans: Sequence[Span], last: Sequence[float]) -> list[Part]:
     return sorted(parts, key=lambda part: part.kind == SENDING)  # waiting lies below
 
 
-def lanes(step: Step) -> list[Lane]:
+def lanes(step: RecordedStep) -> list[Lane]:
     """A lane for what each rank does, and one for its messages; or the threads of DataParallel."""
     ranks = [[Span(*span) for span in rank["spans"]] for rank in step["ranks"]]
     rows, last, several = [], arrivals(ranks), len(ranks) > 1
@@ -108,7 +108,7 @@ def ticks(longest: float) -> list[float]:
     return [unit * i for i in range(int(longest / unit) + 1)]
 
 
-def draw(rows: Sequence[tuple[str, Step]], caption: Sequence[str]) -> str:
+def draw(rows: Sequence[tuple[str, RecordedStep]], caption: Sequence[str]) -> str:
     """rows: of each recording, its name and the step that is shown."""
     longest = max(step["ms"] for _, step in rows)
     scale = (WIDTH - LEFT - RIGHT) / longest
@@ -153,7 +153,7 @@ def covered(parts: Sequence[Part]) -> float:
     return total
 
 
-def table(step: Step) -> str:
+def table(step: RecordedStep) -> str:
     """Say for a terminal how many milliseconds each rank, replica or process spends on what."""
     rows: list[list[str]] = []
     parts: list[Part] = []

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu, gpu_runner, variants
-from benchmarks.gpu_steps import Step, list_steps
+from benchmarks.gpu_steps import GpuStep, list_steps
 from helpers.environments import make_environment
 from helpers.machine import is_running
 from local_ranks.chapters import ROOT
@@ -72,7 +72,7 @@ WRITE = "pathlib.Path('{folder}', 'found.json').write_text('[3]')"
 ORIGIN = {"commit": "c8ab422", "hardware": "1 x GPU", "torch": "2.11.0"}
 
 
-def run_steps(folder: Path, *steps: Step, seconds: float = inf, **origin: str) -> dict:
+def run_steps(folder: Path, *steps: GpuStep, seconds: float = inf, **origin: str) -> dict:
     report = gpu.Report(folder, ORIGIN | origin)
     left = [step for step in steps if report.is_left(step)]
     gpu.run_all(left, report, seconds)
@@ -80,8 +80,8 @@ def run_steps(folder: Path, *steps: Step, seconds: float = inf, **origin: str) -
 
 
 def test_each_command_leaves_its_status_its_results_and_its_output(tmp_path):
-    good = Step("good", python(WRITE, "print('hello')"), 60)
-    refused = Step("refused", python("sys.exit('no')"), 60, is_refused=True)
+    good = GpuStep("good", python(WRITE, "print('hello')"), 60)
+    refused = GpuStep("refused", python("sys.exit('no')"), 60, is_refused=True)
     steps = run_steps(tmp_path, good, refused, replace(refused, name="broken", is_refused=False))
     assert [(row["status"], row["good"]) for row in steps.values()] == [
         (0, True),
@@ -94,7 +94,7 @@ def test_each_command_leaves_its_status_its_results_and_its_output(tmp_path):
 
 
 def test_what_is_done_is_not_done_again_unless_the_programs_have_changed(tmp_path):
-    good, bad = Step("good", python("0"), 60), Step("bad", python("1/0"), 60)
+    good, bad = GpuStep("good", python("0"), 60), GpuStep("bad", python("1/0"), 60)
     for commit, runs in (("c8ab422", [1, 1]), ("c8ab422", [1, 2]), ("another", [2, 3])):
         rows = run_steps(tmp_path, good, bad, commit=commit)
         assert rows["good"]["commit"] == commit
@@ -103,7 +103,7 @@ def test_what_is_done_is_not_done_again_unless_the_programs_have_changed(tmp_pat
 
 
 def test_a_file_holds_the_results_of_one_kind_of_gpu_and_keeps_those_not_measured_again(tmp_path):
-    good, other = (Step(name, python(WRITE), 60) for name in ("good", "other"))
+    good, other = (GpuStep(name, python(WRITE), 60) for name in ("good", "other"))
     run_steps(tmp_path, good, other)
     assert set(run_steps(tmp_path, good, commit="another")) == {"good", "other"}
     assert set(run_steps(tmp_path, good, hardware="1 x another GPU")) == {"good"}
@@ -117,7 +117,7 @@ GRANDCHILD = (
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what is left is found in /proc")
 def test_a_command_that_takes_too_long_ends_with_all_it_has_started_and_keeps_its_results(tmp_path):
-    slow = Step("slow", python(*GRANDCHILD, "time.sleep(1000)"), 5)
+    slow = GpuStep("slow", python(*GRANDCHILD, "time.sleep(1000)"), 5)
     began = time.monotonic()
     [row] = run_steps(tmp_path, slow).values()
     assert (row["status"], row["good"]) == (None, False)
@@ -127,7 +127,7 @@ def test_a_command_that_takes_too_long_ends_with_all_it_has_started_and_keeps_it
 
 
 def test_when_time_is_over_the_steps_that_are_left_do_not_begin(tmp_path):
-    steps = [Step(name, python(), 60) for name in "ab"]
+    steps = [GpuStep(name, python(), 60) for name in "ab"]
     report = gpu.Report(tmp_path, ORIGIN)
     assert gpu.run_all(steps, report, gpu.SECONDS_APART) == ["a", "b"]
     assert report.results["steps"] == {}

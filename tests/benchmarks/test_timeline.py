@@ -18,7 +18,7 @@ from torch.optim import SGD
 import from_scratch
 from benchmarks.measure import timeline_recorder
 from benchmarks.measure.recordings import median_step, read_recordings, recorder_variables
-from benchmarks.measure.timeline_recorder import MESSAGES, Kind, Recording, Span, Step
+from benchmarks.measure.timeline_recorder import MESSAGES, Kind, RecordedStep, Recording, Span
 from docs.pictures import timeline
 from helpers.refusals import assert_one_line, refusal
 from local_ranks.on_ranks import run_on_ranks
@@ -27,7 +27,7 @@ from local_ranks.scripts import run_script
 PROGRAM = "benchmarks/timeline.py"
 
 
-def step(*ranks: list[Span]) -> Step:
+def step(*ranks: list[Span]) -> RecordedStep:
     return {"ms": 10.0, "ranks": [{"rank": r, "spans": spans} for r, spans in enumerate(ranks)]}
 
 

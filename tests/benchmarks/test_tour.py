@@ -35,7 +35,7 @@ def popen_by_fork(call: list[str], env: dict[str, str], **_: object) -> SimpleNa
 def run_tour(*flags: str) -> None:
     """Run the tour without counting memory; processes that never talk are made up."""
     rows = result_files.load("tour")["rows"]
-    counted = {VARIANTS[key].holds_as: row for key, row in rows.items()}
+    counted = {VARIANTS[key].memory_key: row for key, row in rows.items()}
     popen = SimpleNamespace(Popen=popen_by_fork, PIPE=0, STDOUT=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)

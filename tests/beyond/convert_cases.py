@@ -39,7 +39,7 @@ def launch(file: Path, *flags: str, ranks: int = 2) -> tuple:
     """The status of each rank, and the output of each; ranks=0 is plain python."""
     flags = (*SMALL, f"--run-dir={scratch_folder()}", *flags)
     joined = {"TORCH_DIST_INIT_BARRIER": "1"}  # a rank that ends at once lets the others join
-    how = {"ranks": ranks, "env": joined}
+    how = {"world_size": ranks, "env": joined}
     answers = launch_script(str(file), *flags, **how) if ranks else run_script(str(file), *flags)
     return tuple(zip(*answers, strict=True))
 

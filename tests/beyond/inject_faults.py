@@ -43,7 +43,7 @@ from durable import CheckpointError, newest_whole, previous_path
 from helpers.machine import free_port
 from helpers.small_disk import CANNOT_MOUNT, can_mount, fill, small_disk
 from local_ranks.chapters import ROOT
-from local_ranks.ranks import NEW_PROCESSES
+from local_ranks.ranks import PROCESS_DEFAULTS
 from local_ranks.run_files import Run, same_run, same_weights
 from local_ranks.scripts import (
     become_script,
@@ -294,9 +294,11 @@ def run(fault: Fault, ranks: int, *flags: str) -> tuple:
     if fault.kind in RANK_0_KEEPS_THE_STORE:  # as without torchrun
         env |= {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     args = [(rank, fault, flags, env, folder) for rank in range(ranks)]
-    processes = [NEW_PROCESSES.context().Process(target=_rank, args=each) for each in args]
+    processes = [PROCESS_DEFAULTS.context().Process(target=_rank, args=each) for each in args]
     if fault.kind == "pause-torchrun":
-        processes = [NEW_PROCESSES.context().Process(target=_torchrun, args=(fault, flags, folder))]
+        processes = [
+            PROCESS_DEFAULTS.context().Process(target=_torchrun, args=(fault, flags, folder))
+        ]
     for process in processes:
         process.start()
     try:

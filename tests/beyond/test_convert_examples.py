@@ -122,5 +122,5 @@ def test_columns_that_do_not_divide_by_the_ranks_are_refused_in_one_line():
     """8 of them, on 3 ranks: without the check, two would never be read. On 2, see above."""
     script = scratch_folder() / "language_ddp.py"
     script.write_text(versions_of("language")[1])
-    answers = launch_script(str(script), ranks=3, cwd=scratch_folder())
+    answers = launch_script(str(script), world_size=3, cwd=scratch_folder())
     assert answers == [(2, "error: 8 columns do not divide by 3 ranks\n")] * 3

@@ -11,8 +11,8 @@ import pytest
 
 import check_answer
 from local_ranks.chapters import ROOT
-from local_ranks.machine import patience, scratch_folder
-from local_ranks.ranks import NEW_PROCESSES
+from local_ranks.machine import scratch_folder, timeout_under_load
+from local_ranks.ranks import PROCESS_DEFAULTS
 from local_ranks.scripts import SECONDS, run_script, use_default_start_method
 from local_ranks.stage_files import replace_once
 
@@ -96,9 +96,9 @@ def _judge(number: int, sources: dict[str, str], file: Path) -> None:
 
 def verdicts(number: int, sources: dict[str, str]) -> dict[str, tuple[bool, str]]:
     file = scratch_folder() / "verdicts.json"
-    process = NEW_PROCESSES.context().Process(target=_judge, args=(number, sources, file))
+    process = PROCESS_DEFAULTS.context().Process(target=_judge, args=(number, sources, file))
     process.start()
-    process.join(patience(5 * SECONDS))
+    process.join(timeout_under_load(5 * SECONDS))
     if process.is_alive():
         process.terminate()
         raise TimeoutError(number)

@@ -37,7 +37,7 @@ REFUSED_FLAGS = {
 
 @pytest.mark.parametrize("flag", REFUSED_FLAGS)
 def test_shard_a_wrong_call_ends_in_one_line(flag):
-    assert_one_line(refusal("shard", flag, ranks=2), REFUSED_FLAGS[flag])
+    assert_one_line(refusal("shard", flag, world_size=2), REFUSED_FLAGS[flag])
 
 
 class Tied(nn.Module):

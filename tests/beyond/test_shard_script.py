@@ -31,8 +31,8 @@ def test_shard_train_repeats_stage_04_and_04_resumes_its_checkpoint():
 def test_shard_a_checkpoint_of_the_other_optimizer_is_refused_in_one_line(level):
     flags = (*ON_DIGITS, f"--shard={level}", "--max-steps=1")
     path = train_once("shard", 2, *flags, "--optimizer=adamw").folder / "checkpoint.pt"
-    line = refusal("shard", *flags, f"--resume={path}", ranks=2)
-    assert_one_line(line, "another optimizer, without dampening, momentum, nesterov\n")
+    line = refusal("shard", *flags, f"--resume={path}", world_size=2)
+    assert_one_line(line, "another optimizer, without dampening, momentum, nesterov")
 
 
 def test_shard_the_language_model_learns_and_its_loss_does_not_depend_on_the_ranks():
@@ -42,7 +42,7 @@ def test_shard_the_language_model_learns_and_its_loss_does_not_depend_on_the_ran
     assert two.losses[-1] < 0.95 * two.losses[0]
     state = two.checkpoint["model"]
     assert largest_difference(state, three.checkpoint["model"]) < 1e-10
-    own_tokens = train("shard", 2, *flags, without=(("train.py", "dist.all_reduce(tokens)"),))
+    own_tokens = train("shard", 2, *flags, changes=(("train.py", "dist.all_reduce(tokens)"),))
     assert largest_difference(state, own_tokens.checkpoint["model"]) > 1e-3, "the control: C43"
 
 

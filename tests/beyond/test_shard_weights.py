@@ -44,8 +44,8 @@ def test_shard_weights_equal_one_process(ranks):
     assert [case for case, far in zip(TRAINING_CASES, distances, strict=True) if far > 1e-10] == []
 
 
-def test_shard_two_ranks_compute_what_one_process_computes(without=()):
-    cases = [TrainingCase(level, changes=without) for level in BY_HAND]
+def test_shard_two_ranks_compute_what_one_process_computes(changes=()):
+    cases = [TrainingCase(level, changes=changes) for level in BY_HAND]
     assert max(run_on_ranks(2, all_distances, cases)[0]) < 1e-10
 
 

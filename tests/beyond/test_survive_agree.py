@@ -11,12 +11,12 @@ from local_ranks.on_ranks import gather_from_ranks, on_ranks
 from local_ranks.stage_files import LESSON_FOLDERS, fresh_module
 
 
-def votes(rank: int, step_seconds: list[float], sigterm: int, without: tuple = ()) -> tuple:
+def votes(rank: int, step_seconds: list[float], sigterm: int, changes: tuple = ()) -> tuple:
     """Return the steps in which this rank votes, and the one after which it stops.
 
     sigterm: the step in which rank 1 receives it.
     """
-    module = fresh_module(LESSON_FOLDERS["survive"] / "agree.py", without)
+    module = fresh_module(LESSON_FOLDERS["survive"] / "agree.py", changes)
     module.time = time = stopped_clock()
     agreement, steps_with_a_vote = module.Agreement(30), []
     start_vote = agreement._start_vote

@@ -100,7 +100,7 @@ def test_a_store_that_is_lost_before_the_watchdog_watches_ends_in_one_line(tmp_p
 
 def test_a_torchrun_of_one_rank_in_a_step_of_several_tasks_does_not_wait(tmp_path):
     """In `srun --ntasks=2 torchrun --nproc-per-node=1`, each torchrun is a world of its own."""
-    env = launcher_variables(free_port(), ranks=1)
+    env = launcher_variables(free_port(), world_size=1)
     env |= dict(zip(launch.SRUN, ("1", "1", "2", "2"), strict=True))
     flags = ("--device=cpu", "--max-steps=1", f"--run-dir={tmp_path}")
     [(status, output)] = run_script(SCRIPT, *flags, env=env)

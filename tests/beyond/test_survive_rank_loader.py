@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, _utils
 
 from helpers.machine import is_running
 from local_ranks.on_ranks import run_on_ranks
-from local_ranks.ranks import NEW_PROCESSES
+from local_ranks.ranks import PROCESS_DEFAULTS
 from rank_loader import RankLoader, end_with_rank
 
 
@@ -34,8 +34,8 @@ def look_often(_: int) -> None:
 
 def test_a_loader_ends_with_its_rank_and_not_before():
     """The control: of a fork server, the default since Python 3.14, a loader of torch stays."""
-    ours, theirs = NEW_PROCESSES.context().Pipe()
-    rank = NEW_PROCESSES.context().Process(target=load_with_workers, args=(theirs,))
+    ours, theirs = PROCESS_DEFAULTS.context().Pipe()
+    rank = PROCESS_DEFAULTS.context().Process(target=load_with_workers, args=(theirs,))
     rank.start()
     loader, control = ours.recv()
     os.kill(loader, signal.SIGTERM)

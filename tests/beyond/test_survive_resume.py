@@ -32,10 +32,10 @@ RANKS_AND_FLAGS = [
 
 
 @pytest.mark.parametrize(("ranks", "flags"), RANKS_AND_FLAGS)
-def test_resuming_inside_an_epoch_equals_not_having_stopped(ranks, flags, without=()):
+def test_resuming_inside_an_epoch_equals_not_having_stopped(ranks, flags, changes=()):
     """Weights, momenta and losses, to the bit. Stage 05 trains the same, where it has the flags."""
     flags = (*few_digits(), "--batch-size=24", *flags, "--epochs=2", "--max-steps=14")
-    more = {**FP32, "without": without}
+    more = {**FP32, "changes": changes}
     whole = train("survive", ranks, *flags, **more)
     part = train("survive", ranks, *flags, "--max-steps=7", "--checkpoint-every-steps=1", **more)
     assert part.checkpoint["epoch_step"] == 7, "it ended inside the first epoch, which has 12 steps"
@@ -49,9 +49,9 @@ def test_resuming_inside_an_epoch_equals_not_having_stopped(ranks, flags, withou
         assert ours == theirs, "the line of each epoch, without the speed"
 
 
-def test_survive_resumes_to_the_bit_inside_an_epoch(without=()):
+def test_survive_resumes_to_the_bit_inside_an_epoch(changes=()):
     """Three ranks: their sums depend on the order of DDP's buckets."""
-    test_resuming_inside_an_epoch_equals_not_having_stopped(3, ("--model=net",), without)
+    test_resuming_inside_an_epoch_equals_not_having_stopped(3, ("--model=net",), changes)
 
 
 def test_a_run_without_flags_saves_at_the_end_of_each_epoch_and_waits_ten_minutes(monkeypatch):

@@ -20,18 +20,18 @@ CLIP = 0.5  # below the norm of nearly every step of these runs
 
 
 @pytest.mark.parametrize(("ranks", "amp"), [(1, "off"), (3, "fp16")])
-def test_clipping_equals_that_of_one_process_on_the_whole_batch(ranks, amp, without=()):
+def test_clipping_equals_that_of_one_process_on_the_whole_batch(ranks, amp, changes=()):
     """In float64, autocast changes nothing, and the loss is scaled all the same."""
     flags = (f"--clip-norm={CLIP}", f"--amp={amp}")
-    clipped = distances("survive", ranks, flags, oracle.whole_batches, without, clip=CLIP)
+    clipped = distances("survive", ranks, flags, oracle.whole_batches, changes, clip=CLIP)
     assert max(clipped) < 1e-10
-    assert max(distances("survive", ranks, flags, oracle.whole_batches, without)) > 1e-3
-    first, *others = train_once("survive", ranks, *replayed_flags(), *flags, without=without).states
+    assert max(distances("survive", ranks, flags, oracle.whole_batches, changes)) > 1e-3
+    first, *others = train_once("survive", ranks, *replayed_flags(), *flags, changes=changes).states
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
 
-def test_survive_clips_gradients_not_scaled_ones(without=()):
-    test_clipping_equals_that_of_one_process_on_the_whole_batch(2, "fp16", without)
+def test_survive_clips_gradients_not_scaled_ones(changes=()):
+    test_clipping_equals_that_of_one_process_on_the_whole_batch(2, "fp16", changes)
 
 
 @pytest.mark.parametrize(("ranks", "k"), [(2, 3), (3, 2)])
@@ -69,8 +69,8 @@ def test_a_step_that_overflows_is_skipped_on_all_ranks_and_counts_in_the_schedul
     assert rates == pytest.approx([0.01 * min(12, 1 + step) for step in range(14)])
 
 
-def _bytes_reduced(rank, flags, without) -> list[int]:
-    stage, sizes = load_stage("survive", without), []
+def _bytes_reduced(rank, flags, changes) -> list[int]:
+    stage, sizes = load_stage("survive", changes), []
     wrap = stage.DistributedDataParallel
 
     def wrap_counted(*args, **settings):
@@ -82,9 +82,9 @@ def _bytes_reduced(rank, flags, without) -> list[int]:
     return sizes[0]
 
 
-def test_survive_ranks_meet_once_a_step_however_many_micro_batches(without=()):
+def test_survive_ranks_meet_once_a_step_however_many_micro_batches(changes=()):
     flags = (*ON_CPU, f"--run-dir={scratch_folder()}", "--max-steps=5", "--accumulate=3")
-    assert run_on_ranks(2, _bytes_reduced, flags, without) == [[4 * 21_840] * 6] * 2, (
+    assert run_on_ranks(2, _bytes_reduced, flags, changes) == [[4 * 21_840] * 6] * 2, (
         "the first orders buckets"
     )
 
@@ -97,8 +97,8 @@ def test_a_run_that_another_stage_began_is_at_its_place_in_the_schedule():
     expected = [0.02 * math.cos(math.pi * (n - 12.5) / 125) ** 2 for n in range(25, 53)]
     line = "rates = learning_rates(args, epoch, len(loader))[progress.epoch_step :]"
     counted = ("train.py", line, line.replace("epoch,", "progress.step // len(loader),"))
-    for without in ((), (counted,)):  # the control: 12 steps of 120 are half an epoch of 25
-        run = train("survive", 1, *flags, **FP32, without=without)
+    for changes in ((), (counted,)):  # the control: 12 steps of 120 are half an epoch of 25
+        run = train("survive", 1, *flags, **FP32, changes=changes)
         assert [line["epoch"] for line in run.metrics] == [1] * 25 + [2] * 3
         same = [line["lr"] for line in run.metrics] == pytest.approx(expected)
-        assert same == (without == ())
+        assert same == (changes == ())

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import watchdog
 from helpers.machine import GLOO_TIMED_OUT, stopped_clock
 from local_ranks.on_ranks import run_on_ranks
-from local_ranks.ranks import NEW_PROCESSES
+from local_ranks.ranks import PROCESS_DEFAULTS
 from local_ranks.stage_files import LESSON_FOLDERS, fresh_module
 
 
@@ -33,7 +33,7 @@ def new_watchdog(rank: int = 0, world_size: int = 2):
 def test_only_the_very_process_that_wrote_a_note_is_ended(same):
     """The control: its number now belongs to a process that started at another time."""
     dog, _ = new_watchdog()
-    process = NEW_PROCESSES.context().Process(target=time.sleep, args=(60,))
+    process = PROCESS_DEFAULTS.context().Process(target=time.sleep, args=(60,))
     process.start()
     who = watchdog.process_identity(process.pid)
     place = "step 3, line 2, `b()`"

@@ -2,7 +2,7 @@
 
 import torch
 
-from local_ranks.ranks import NEW_PROCESSES
+from local_ranks.ranks import PROCESS_DEFAULTS
 
 PRELOADED = [  # what the fork server preloads
     "PIL.Image",
@@ -23,6 +23,6 @@ PRELOADED = [  # what the fork server preloads
     "torchvision",
     "torchvision.transforms.v2",
 ]
-NEW_PROCESSES.preloaded = PRELOADED
-NEW_PROCESSES.context()  # now: a test of a package, which knows nothing of this, may be the first
+PROCESS_DEFAULTS.preloaded = PRELOADED
+PROCESS_DEFAULTS.context()  # start the fork server now: the first test may be one of a package
 torch.set_num_threads(1)  # as every rank has: two tests that run side by side have two cores

@@ -81,8 +81,8 @@ def assert_evaluation_sends_each_batch_to_the_gpu(key: str) -> None:
     send = ("train.py", "images, labels = images.to(device), labels.to(device)")
     silent: dict[str, Any] = dict.fromkeys(("broadcast", "all_reduce"), lambda tensor, **_: None)
     # With all tensors on the GPU, it gets as far as reading its totals, which have no data here.
-    for without, end in (((), DataDependentOutputException), ((send,), RuntimeError)):
-        evaluate = load_stage(key, without).evaluate
+    for changes, end in (((), DataDependentOutputException), ((send,), RuntimeError)):
+        evaluate = load_stage(key, changes).evaluate
         with FakeTensorMode(), patch.multiple(dist, **silent):
             with torch.device("cuda:0"):
                 model = Net(channels=1, image_size=28, classes=10, batch_norm=True)

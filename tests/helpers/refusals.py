@@ -30,7 +30,7 @@ def refusal(key: str, *flags: str, **how: Any) -> str:
     folder = scratch_folder()
     if key in SCRIPTS:
         flags = ("--device=cpu", f"--run-dir={folder / 'run'}", *flags)
-    start = launch_script if "ranks" in how else run_script
+    start = launch_script if "world_size" in how else run_script
     answers = start(SCRIPTS.get(key, key), *flags, **how)
     assert {status for status, _ in answers} == {2}, answers
     outputs = [output for _, output in answers if output]

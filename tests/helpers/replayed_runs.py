@@ -33,8 +33,8 @@ def distances(
     key: str,
     ranks: int,
     flags: tuple[str, ...],
-    steps: oracle.Steps,
-    without: tuple[Change, ...] = (),
+    steps: oracle.BatchSchedule,
+    changes: tuple[Change, ...] = (),
     statistics: bool = True,
     **options: Any,
 ) -> tuple[float, float]:
@@ -43,7 +43,7 @@ def distances(
     flags, options: what is different in this run, as the stage and as the oracle are told.
     statistics: compare BatchNorm's running statistics, too.
     """
-    run = train_once(key, ranks, *replayed_flags(), *flags, without=without)
+    run = train_once(key, ranks, *replayed_flags(), *flags, changes=changes)
     losses, state = replay_once(steps, replayed_training(**options))
     assert run.losses.shape == losses.shape
     names = [name for name in state if statistics or name.endswith(("weight", "bias"))]
@@ -52,12 +52,12 @@ def distances(
 
 
 def assert_repeats(
-    steps: oracle.Steps, key: str, ranks: int, *flags: str, without: tuple[Change, ...] = ()
+    steps: oracle.BatchSchedule, key: str, ranks: int, *flags: str, changes: tuple[Change, ...] = ()
 ) -> None:
     """The run has the losses and weights of the replay, and all ranks have the same weights."""
-    loss_difference, weight_difference = distances(key, ranks, flags, steps, without)
+    loss_difference, weight_difference = distances(key, ranks, flags, steps, changes)
     assert loss_difference < 1e-10
     assert weight_difference < 1e-10
-    first, *others = train_once(key, ranks, *replayed_flags(), *flags, without=without).states
+    first, *others = train_once(key, ranks, *replayed_flags(), *flags, changes=changes).states
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)

@@ -18,7 +18,7 @@ import pytest
 
 from helpers.environments import make_environment
 from local_ranks.chapters import ROOT
-from local_ranks.machine import patience
+from local_ranks.machine import timeout_under_load
 
 NAMES = ("prove", "shm")
 KINDS = (".py", ".c", ".md", ".typed")  # kinds of files in a wheel
@@ -77,7 +77,7 @@ def run(environment, tmp_path) -> Callable[..., subprocess.CompletedProcess]:
     def start(program: str, *arguments: str | Path) -> subprocess.CompletedProcess:
         call = [environment / "bin" / program, *arguments]
         how = {"cwd": tmp_path, "env": variables, "capture_output": True, "text": True}
-        return subprocess.run(call, **how, timeout=patience(120))
+        return subprocess.run(call, **how, timeout=timeout_under_load(120))
 
     return start
 

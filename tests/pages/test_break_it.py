@@ -34,7 +34,7 @@ def test_with_the_change_the_test_fails(row, monkeypatch):
     # Here, not only in the claim: there, a missing line would look like a failing test.
     compile(changed_source(LESSON_FOLDERS[row.key] / file, [row.change]), file, "exec")
     with pytest.raises((AssertionError, RankError, TimeoutError)) as caught:
-        getattr(module, row.test)(without=(row.change,))
+        getattr(module, row.test)(changes=(row.change,))
     # It fails by what it says, not because the change is no working program.
     slips = ("NameError", "ImportError", "AttributeError", "UnboundLocalError")
     assert not any(slip in str(caught.value) for slip in slips), caught.value

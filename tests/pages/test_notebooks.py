@@ -12,7 +12,7 @@ from ipykernel.kernelapp import IPKernelApp
 from nbclient import NotebookClient
 
 import execute
-from local_ranks.ranks import NEW_PROCESSES
+from local_ranks.ranks import PROCESS_DEFAULTS
 
 
 def pictures_of(cell):
@@ -25,14 +25,14 @@ def run_kernel(env, flags):
     os.environ.update(env)
     inline = "module://matplotlib_inline.backend_inline"
     matplotlib.rcParams["backend"] = inline  # the kernel says so to those who import it later
-    NEW_PROCESSES.start_method = "fork"
+    PROCESS_DEFAULTS.start_method = "fork"
     IPKernelApp.launch_instance(argv=flags)
 
 
 def quick_kernel(command, env, **_):
     """Stand in for Popen, so that the kernel and its ranks need not import torch again."""
     flags = command[command.index("-f") :]
-    process = NEW_PROCESSES.context().Process(target=run_kernel, args=(env, flags))
+    process = PROCESS_DEFAULTS.context().Process(target=run_kernel, args=(env, flags))
     process.start()
     while os.getpgid(process.pid) != process.pid:  # its group gets the signals
         time.sleep(0.01)

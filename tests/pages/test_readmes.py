@@ -56,7 +56,7 @@ def run(command: str, cwd: Path) -> str:
     names, ranks, script, flags = match.groups()
     how = {"env": dict(re.findall(r"(\w+)=(\S*) ", names)), "cwd": cwd, "seconds": 180}
     if ranks:
-        answers = launch_script(script, *flags.split(), ranks=int(ranks), **how)
+        answers = launch_script(script, *flags.split(), world_size=int(ranks), **how)
     else:
         answers = run_script(script, *flags.split(), **how)
     output = re.sub(r"^\[rank\d\]:.*\n", "", "".join(out for _, out in answers), flags=re.M)

@@ -98,7 +98,7 @@ def test_wrong_flags_are_refused(call):
 
 @pytest.mark.parametrize("call", WRONG_CALLS_OF_TWO_RANKS)
 def test_wrong_flags_are_refused_on_two_ranks(call):
-    assert_one_line(refusal(*call.split(" "), ranks=2), WRONG_CALLS_OF_TWO_RANKS[call])
+    assert_one_line(refusal(*call.split(" "), world_size=2), WRONG_CALLS_OF_TWO_RANKS[call])
 
 
 @pytest.mark.parametrize("key", ["04", "05", SHARD])

@@ -23,7 +23,7 @@ from helpers.machine import is_running
 from helpers.outputs import output_of
 from local_ranks.chapters import ROOT
 from local_ranks.on_ranks import gather_from_ranks, on_ranks
-from local_ranks.ranks import NEW_PROCESSES, run_ranks
+from local_ranks.ranks import PROCESS_DEFAULTS, run_ranks
 from local_ranks.scripts import fork_ranks
 from local_ranks.train_stage import load_stage
 
@@ -138,16 +138,16 @@ def be_a_program(folder: Path, main: Callable) -> None:
 RESTORES_SIGINT = "signal.signal(signal.SIGINT, signal.SIG_DFL)"
 
 
-def train(without=()) -> None:
+def train(changes=()) -> None:
     """Train as after `&` in a script: SIGINT is ignored, by the spawned processes as well."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     flags = ("--epochs=100000", "--device=cpu", f"--data-dir={ROOT / 'data'}", "--run-dir=.")
     sys.argv = ["train.py", *flags]
-    load_stage("03", without).main()
+    load_stage("03", changes).main()
 
 
 def train_without_sigint() -> None:
-    train(without=(("train.py", RESTORES_SIGINT),))
+    train(changes=(("train.py", RESTORES_SIGINT),))
 
 
 def start_ranks_of_a_chapter() -> None:
@@ -156,7 +156,10 @@ def start_ranks_of_a_chapter() -> None:
 
 def ranks_left(folder: Path, main: Callable, seconds: float) -> int:
     """How many of the two ranks still run so long after their program was killed."""
-    program, ranks = NEW_PROCESSES.context().Process(target=be_a_program, args=(folder, main)), []
+    program, ranks = (
+        PROCESS_DEFAULTS.context().Process(target=be_a_program, args=(folder, main)),
+        [],
+    )
     (folder / READY).unlink(missing_ok=True)
     program.start()
     try:

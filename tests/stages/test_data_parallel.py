@@ -48,8 +48,8 @@ def test_only_the_first_replica_keeps_its_running_statistics():
     torch.testing.assert_close(module.state_dict(), first.state_dict())
 
 
-def test_02_train_step_takes_the_steps_of_one_device(without=()):
-    train_step = fresh_module(FROM_SCRATCH, without).train_step
+def test_02_train_step_takes_the_steps_of_one_device(changes=()):
+    train_step = fresh_module(FROM_SCRATCH, changes).train_step
     model, replicated = small(), small()
     optimizers = [torch.optim.SGD(m.parameters(), 0.1, 0.9) for m in (model, replicated)]
     for number in (30, 30, 7):
@@ -62,8 +62,8 @@ def test_02_train_step_takes_the_steps_of_one_device(without=()):
     torch.testing.assert_close(replicated.state_dict(), model.state_dict(), **CLOSE)
 
 
-def test_02_an_error_in_a_replica_reaches_the_caller(without=()):
-    module = fresh_module(FROM_SCRATCH, without).DataParallel(nn.Linear(3, 2), [CPU, CPU])
+def test_02_an_error_in_a_replica_reaches_the_caller(changes=()):
+    module = fresh_module(FROM_SCRATCH, changes).DataParallel(nn.Linear(3, 2), [CPU, CPU])
     with pytest.raises(Exception) as caught:  # noqa: PT011 (the text is compared below)
         module(torch.randn(4, 5))
     assert "shapes cannot be multiplied" in str(caught.value)

@@ -17,31 +17,31 @@ from local_ranks.train_stage import train_once
 # One claim for each stage. test_break_it.py runs them without a line of the stage: then they fail.
 
 
-def test_01_repeats_the_batches_of_a_plain_loop(without=()):
-    assert_repeats(oracle.whole_batches, "01", 1, without=without)
+def test_01_repeats_the_batches_of_a_plain_loop(changes=()):
+    assert_repeats(oracle.whole_batches, "01", 1, changes=changes)
 
 
-def test_02_replicas_compute_the_step_of_one_device(without=()):
-    assert_repeats(oracle.chunks(3), "02", 1, "--replicas=3", without=without)
+def test_02_replicas_compute_the_step_of_one_device(changes=()):
+    assert_repeats(oracle.chunks(3), "02", 1, "--replicas=3", changes=changes)
 
 
-def test_03_gradients_equal_one_process_on_the_whole_batch(without=()):
-    assert_repeats(oracle.strides(2), "03", 2, without=without)
+def test_03_gradients_equal_one_process_on_the_whole_batch(changes=()):
+    assert_repeats(oracle.strides(2), "03", 2, changes=changes)
 
 
-def test_04_gradients_equal_one_process_on_the_whole_batch(without=()):
-    assert_repeats(oracle.strides(2), "04", 2, without=without)
+def test_04_gradients_equal_one_process_on_the_whole_batch(changes=()):
+    assert_repeats(oracle.strides(2), "04", 2, changes=changes)
 
 
-def test_05_synchronized_batchnorm_repeats_one_process(without=()):
-    assert_repeats(oracle.whole_batches, "05", 2, without=without)
+def test_05_synchronized_batchnorm_repeats_one_process(changes=()):
+    assert_repeats(oracle.whole_batches, "05", 2, changes=changes)
 
 
 class ReplayedRun(NamedTuple):
     key: str
     ranks: int
     flags: list[str]
-    steps: oracle.Steps  # the oracle's, which the run must repeat
+    steps: oracle.BatchSchedule  # the oracle's, which the run must repeat
 
 
 OTHER_RUNS = {
@@ -73,7 +73,7 @@ def test_03_and_04_take_the_same_steps_and_dropout_is_all_that_keeps_them_from_0
     assert (by_hand - train_once("01", 1, *flags).losses).abs().max() > 1e-3
     no_dropout = (("train.py", "model.train()", "model.eval()"),)
     one, two = (
-        train_once(*way, *flags, without=no_dropout).losses for way in (("01", 1), ("03", 2))
+        train_once(*way, *flags, changes=no_dropout).losses for way in (("01", 1), ("03", 2))
     )
     assert (one - two).abs().max() < 1e-10
 
@@ -81,7 +81,7 @@ def test_03_and_04_take_the_same_steps_and_dropout_is_all_that_keeps_them_from_0
 def test_03_without_allreduce_the_ranks_drift_apart():
     """The control of the claim for 03."""
     no_all_reduce = (("train.py", "average_gradients(model)"),)
-    first, second = train_once("03", 2, *replayed_flags(), without=no_all_reduce).states
+    first, second = train_once("03", 2, *replayed_flags(), changes=no_all_reduce).states
     assert (first["fc1.weight"] - second["fc1.weight"]).abs().max() > 1e-3
 
 

@@ -49,7 +49,7 @@ def test_every_stage_learns(key, ranks):
 
 def test_a_stage_that_skips_its_step_does_not_learn():
     """The control of the test above."""
-    run = train_once("01", 1, "--epochs=1", **FP32, without=(("train.py", "optimizer.step()"),))
+    run = train_once("01", 1, "--epochs=1", **FP32, changes=(("train.py", "optimizer.step()"),))
     assert run.summary["test_accuracy"] < 0.3
 
 
@@ -138,24 +138,24 @@ def evaluated(state: dict[str, torch.Tensor]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("key", "ranks"), [("02", 1), ("05", 2)])
-def test_evaluation_counts_every_sample_once(key, ranks, without=()):
+def test_evaluation_counts_every_sample_once(key, ranks, changes=()):
     """297 test samples: no rank has as many as another."""
-    run = train_once(key, ranks, *ONE_EPOCH, "--max-steps=3", without=without)
+    run = train_once(key, ranks, *ONE_EPOCH, "--max-steps=3", changes=changes)
     expected = evaluated(run.checkpoint["model"])
     printed = run.summary["test_loss"], run.summary["test_accuracy"]
     assert printed == pytest.approx(expected, abs=1e-10)
 
 
-def test_01_evaluates_every_sample_once(without=()):
-    test_evaluation_counts_every_sample_once("01", 1, without)
+def test_01_evaluates_every_sample_once(changes=()):
+    test_evaluation_counts_every_sample_once("01", 1, changes)
 
 
-def test_03_evaluates_every_sample_once(without=()):
-    test_evaluation_counts_every_sample_once("03", 2, without)
+def test_03_evaluates_every_sample_once(changes=()):
+    test_evaluation_counts_every_sample_once("03", 2, changes)
 
 
-def test_04_evaluates_every_sample_once(without=()):
-    test_evaluation_counts_every_sample_once("04", 2, without)
+def test_04_evaluates_every_sample_once(changes=()):
+    test_evaluation_counts_every_sample_once("04", 2, changes)
 
 
 # Resuming
@@ -176,10 +176,10 @@ def test_every_stage_resumes_the_checkpoint_of_another_and_01_evaluates_it(sourc
     assert run.losses.mean() < first_epoch.losses.mean() / 2, "it began where the other had stopped"
 
 
-def assert_resumes(key: str, ranks: int, *flags: str, without=()) -> None:
+def assert_resumes(key: str, ranks: int, *flags: str, changes=()) -> None:
     """A run that stops after half of its steps and goes on ends with the bits of a whole run."""
     flags = (*few_digits(), "--batch-size=60", *flags, "--epochs=2")
-    settings = {**FP32, "without": without}
+    settings = {**FP32, "changes": changes}
     whole = train_once(key, ranks, *flags, **settings)
     half = train(key, ranks, *flags, f"--max-steps={len(whole.losses) // 2}", **settings)
     resumed = train(key, ranks, *flags, "--resume=auto", **settings, folder=half.folder)
@@ -187,18 +187,18 @@ def assert_resumes(key: str, ranks: int, *flags: str, without=()) -> None:
 
 
 # With dropout, but in 02: there, the threads draw their dropout masks in no fixed order.
-def test_01_resumes_to_the_bit(without=()):
-    assert_resumes("01", 1, without=without)
+def test_01_resumes_to_the_bit(changes=()):
+    assert_resumes("01", 1, changes=changes)
 
 
-def test_03_resumes_to_the_bit(without=()):
-    assert_resumes("03", 2, without=without)
+def test_03_resumes_to_the_bit(changes=()):
+    assert_resumes("03", 2, changes=changes)
 
 
-def test_05_resumes_the_loss_scale(without=()):
+def test_05_resumes_the_loss_scale(changes=()):
     """And the random crops of the pictures. They are few, because a CPU computes fp16 slowly."""
     pictures = random_pictures(scratch_folder())
-    assert_resumes("05", 2, "--model=net-bn", *pictures, "--amp=fp16", without=without)
+    assert_resumes("05", 2, "--model=net-bn", *pictures, "--amp=fp16", changes=changes)
 
 
 @pytest.mark.parametrize(("key", "ranks", "flags"), [("02", 1, ["--model=net-bn"]), ("04", 2, [])])

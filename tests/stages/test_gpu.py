@@ -25,7 +25,9 @@ def start(key: str, ranks: int, folder, *flags: str) -> tuple[Run, str]:
     if key in ("04", "05") and ranks > GPUS:
         flags += ("--backend=gloo",)  # nccl needs a GPU for each rank
     answers = (
-        launch_script(script, *flags, ranks=ranks) if by_torchrun else run_script(script, *flags)
+        launch_script(script, *flags, world_size=ranks)
+        if by_torchrun
+        else run_script(script, *flags)
     )
     assert all(status == 0 for status, _ in answers), "\n".join(output for _, output in answers)
     return Run(folder, [], ""), answers[0][1]

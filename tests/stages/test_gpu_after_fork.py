@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from local_ranks.chapters import ROOT
-from local_ranks.machine import patience
+from local_ranks.machine import timeout_under_load
 from local_ranks.scripts import SECONDS
 
 
@@ -79,7 +79,11 @@ def test_each_gpu_test_comes_as_far_as_its_first_call_of_cuda(tmp_path, monkeypa
     call = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/stages", control]
     options = (f"--junitxml={report}", "--tb=short", "-p", "no:xdist", "-p", "no:cacheprovider")
     ended = subprocess.run(
-        [*call, *options], cwd=ROOT, capture_output=True, text=True, timeout=patience(5 * SECONDS)
+        [*call, *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_under_load(5 * SECONDS),
     )
     assert report.exists(), ended.stdout + ended.stderr
     tests = ElementTree.parse(report).findall(".//testcase")

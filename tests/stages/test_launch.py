@@ -24,7 +24,7 @@ def srun(ranks: int, tasks: str) -> dict[str, str]:
 
 STARTS = [  # script, ranks, processes that are started here, what a launcher tells them
     ("04", 2, 2, launcher_variables(0)),
-    ("04", 1, 1, launcher_variables(0, ranks=1)),
+    ("04", 1, 1, launcher_variables(0, world_size=1)),
     ("survive", 2, 2, srun(2, "2(x3),1")),
     ("survive", 1, 1, {}),
     ("03", 2, 1, {}),  # starts its own processes
@@ -36,7 +36,7 @@ def test_whoever_starts_the_ranks_their_losses_are_the_same(key, ranks, processe
     env = env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     five_steps = (*few_digits(), *ONE_EPOCH)
     flags = (*five_steps, "--device=cpu", f"--run-dir={tmp_path}")
-    answers = run_script(SCRIPTS[key], *flags, ranks=processes, env=env)
+    answers = run_script(SCRIPTS[key], *flags, processes=processes, env=env)
     assert [status for status, _ in answers] == [0] * processes, answers
     assert f"global batch 60 = {ranks} × {60 // ranks}\n" in answers[0][1]
     assert "epoch" not in "".join(output for _, output in answers[1:]), "only rank 0 prints"

@@ -97,9 +97,9 @@ def is_close(actual: list, expected: list) -> bool:
     )
 
 
-def check_all_reducers(rank: int, ranks: int, without: tuple[Change, ...]) -> None:
+def check_all_reducers(rank: int, ranks: int, changes: tuple[Change, ...]) -> None:
     """All reducers in one process group; every rank begins with weights and a buffer of its own."""
-    load_stage("03", without)
+    load_stage("03", changes)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     for name, set_to_none in product(NAMES, (True, False)):
         model = mixed(seed=rank)
@@ -114,9 +114,9 @@ def check_all_reducers(rank: int, ranks: int, without: tuple[Change, ...]) -> No
         assert all(other == first for other in others), "the same bits on all ranks"
 
 
-def test_03_reducers_do_what_one_process_does(without=()):
+def test_03_reducers_do_what_one_process_does(changes=()):
     for ranks in (2, 3, 1):
-        run_on_ranks(ranks, check_all_reducers, ranks, without)
+        run_on_ranks(ranks, check_all_reducers, ranks, changes)
 
 
 def train_with(rank: int, name: str, *flags: str) -> None:
@@ -213,10 +213,10 @@ def numbers(length: int, rank: int) -> torch.Tensor:
     return torch.arange(length).remainder(50) + rank  # sums are exact in all dtypes
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @on_ranks()
-def test_the_ring_sums_any_length_and_dtype_and_sends_2_n_minus_1_nths_in_pieces(rank, ranks):
-    n = ranks
+def test_the_ring_sums_any_length_and_dtype_and_sends_2_n_minus_1_nths_in_pieces(rank, world_size):
+    n = world_size
     ring.PIECE_BYTES = 4096
     with mock.patch.object(dist, "isend", wraps=dist.isend) as isend:
         for length, dtype in product(LENGTHS, DTYPES):

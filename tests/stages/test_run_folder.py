@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.options import UsageError
-from common.run_folder import replace, set_aside
+from common.run_folder import set_aside, write_atomically
 from helpers.refusals import SCRIPTS, assert_one_line
 from helpers.small_data import few_digits
 from helpers.small_disk import CANNOT_MOUNT, fill, small_disk
@@ -169,10 +169,10 @@ def test_a_full_disk_ends_stage_01_in_one_line_and_the_old_checkpoint_stays(full
 
 
 def test_a_file_that_does_not_fit_leaves_the_one_before(full_disk):
-    replace(full_disk / "a.json", b"old")
+    write_atomically(full_disk / "a.json", b"old")
     fill(full_disk)
     with pytest.raises(UsageError, match=r"cannot write to --run-dir .*No space left.*: make room"):
-        replace(full_disk / "a.json", bytes(9999))
+        write_atomically(full_disk / "a.json", bytes(9999))
     assert (full_disk / "a.json").read_bytes() == b"old"
 
 

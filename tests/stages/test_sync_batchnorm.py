@@ -300,9 +300,9 @@ def test_c35_converting_before_or_after_wrapping_is_the_same_training(rank):
 
 
 @on_ranks(2)
-def test_05_layers_converted_after_wrapping_train_like_one_process(rank, without=()):
+def test_05_layers_converted_after_wrapping_train_like_one_process(rank, changes=()):
     program = LESSON_FOLDERS["05"] / "sync_batchnorm.py"
-    changed = fresh_module(program, without).convert_sync_batchnorm
+    changed = fresh_module(program, changes).convert_sync_batchnorm
     torch.testing.assert_close(train_model(changed, True, rank), train_model(), **CLOSE)
 
 

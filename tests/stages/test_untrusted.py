@@ -41,7 +41,7 @@ def test_a_malicious_checkpoint_runs_nothing(kind, tmp_path):
     flags = (f"--run-dir={tmp_path}", how if how.endswith("auto") else f"{how}={path}")
     refused_before = key == "survive" and not zipped and not sealed
     why = "damaged" if refused_before else "expected only tensors and plain values"
-    env = launcher_variables(free_port(), ranks=1) if key == "04" else {}
+    env = launcher_variables(free_port(), world_size=1) if key == "04" else {}
     assert_one_line(refusal(key, "--model=net-bn", *flags, env=env), "checkpoint.pt", why)
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.pt"]
     assert path.read_bytes() == before
