@@ -139,7 +139,7 @@ class DrawsByRow:
 
 
 def is_common(options: dict) -> bool:
-    """Make a generator with the same seed on all ranks, for data and weights."""
+    """Does the call have a generator that all ranks seed alike? Then it stays as it is."""
     generator = options.get("generator")
     return generator is not None and generator.initial_seed() < 10_000
 

@@ -145,8 +145,9 @@ def on_ranks(ranks: int = 0, backend: str = "gloo") -> Callable:
 
 def run_body(rank: int, module: str, test: str, backend: str, arguments: dict[str, Any]) -> None:
     """Run the body of that test as one of its ranks."""
+    body = getattr(import_module(module), test).body  # its module may register the backend
     dist.init_process_group(backend)
-    getattr(import_module(module), test).body(rank, **arguments)
+    body(rank, **arguments)
 
 
 def gather_from_ranks(value: Any) -> list:

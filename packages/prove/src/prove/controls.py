@@ -43,7 +43,7 @@ class Controls:
         """Begin with the usual replay; `rows` are those that did not need a replay."""
         self.runs, self.command, self.rows = runs, command, rows
         self.replay, self.compared = replay, compared  # the usual replay, or a later one
-        self.variant = ReplayVariant.USUAL  # how self.replayed was made
+        self.variant = ReplayVariant.USUAL  # how self.replay was made
         self.batch_decisions = replay.batch_decisions
         self.source_line = compared[0].facts.get("at", "?")
 
