@@ -1,7 +1,8 @@
 """The record that each rank writes: all that the judges know about a run.
 
-A tensor is stored as two numbers, its Projection: see model_tensors.project. `source_line` is always
-a line of the user's code, such as train.py:73. `steps_before` counts the optimizer steps before it.
+A tensor is stored as two numbers, its Projection: see model_tensors.project. `source_line` is
+always a line of the user's code, such as train.py:73. `steps_before` counts the optimizer steps
+before it.
 """
 
 import os
