@@ -75,6 +75,7 @@ COMMENT = re.compile(r"<!-- ([^\n]*?) -->")
 KINDS = {"in the suite", "output of", "lesson", "part of", "break it", "table", "widget"}
 KINDS |= {"end of table", "of the English"}  # the last one: see update_translations.py
 FENCED = re.compile(r"^```\w+\n.*?^```$", re.M | re.S)  # without the comment above it
+SOURCE = re.compile(r"^<!-- (?:lesson|part of): [^\n]* -->$", re.M)  # what such a fence quotes
 IN_SUITE = re.compile(r"in the suite: (?P<how>add|run|nothing)\b,? (?P<rest>.+)")
 WIDGET = re.compile(r"^<!-- widget: (?P<name>\w+) -->$", re.M)
 LEFT_OUT = "...\n"  # between two parts of a file
@@ -158,11 +159,13 @@ def lesson(stage: str) -> str:
 def part_of_lesson(stage: str, first: str, last: str) -> str:
     """Cut a lesson: from the line that begins with `first` to the next that begins with `last`."""
     lines = lesson(stage).splitlines(keepends=True)[2:]  # without the names of the files
-    places = [number for number, line in enumerate(lines) if line.startswith(first)]
-    if not places:
-        raise SystemExit(f"the lesson of {stage} has no line that begins with {first}")
-    end = next(n for n, line in enumerate(lines) if n >= places[0] and line.startswith(last))
-    return "".join(lines[places[0] : end + 1])
+    end = 0
+    for words in (first, last):
+        places = [n for n, line in enumerate(lines) if n >= end and line.startswith(words)]
+        if not places:
+            raise SystemExit(f"the lesson of {stage} has no line that begins with {words}")
+        start, end = end, places[0]
+    return "".join(lines[start : end + 1])
 
 
 def part_of_file(part: str, source: str) -> str:

@@ -13,7 +13,7 @@ import re
 import sys
 from hashlib import sha256
 
-from repository_pages import FENCED, ROOT, TABLE, translated_pages
+from repository_pages import FENCED, ROOT, SOURCE, TABLE, translated_pages
 
 NUMBER = re.compile(r"(?<![A-Za-z\d])\d+(?:[.,]\d+)*")
 DIGEST = re.compile(r"<!-- of the English: (\w+) -->")
@@ -32,7 +32,7 @@ def replace_each(pattern: re.Pattern[str], texts: list[str], chinese: str) -> st
 
 def refreshed(english: str, chinese: str) -> str:
     """The Chinese page with the English page's fences and measured numbers."""
-    for pattern in (FENCED, TABLE):
+    for pattern in (FENCED, SOURCE, TABLE):
         new, old = ([m[0] for m in pattern.finditer(page)] for page in (english, chinese))
         if len(new) == len(old):
             new = [translated(*pair) for pair in zip(new, old, strict=True)]
@@ -42,7 +42,7 @@ def refreshed(english: str, chinese: str) -> str:
 
 def translated(english: str, chinese: str) -> str:
     """A fence is copied; a measured table or a diagram keeps its words and gets the new numbers."""
-    if english.startswith("```") and not english.startswith("```mermaid"):
+    if SOURCE.match(english) or (FENCED.match(english) and not english.startswith("```mermaid")):
         return english
     numbers = NUMBER.findall(english)
     if len(numbers) != len(NUMBER.findall(chinese)):

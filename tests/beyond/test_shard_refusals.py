@@ -1,6 +1,7 @@
 """beyond/shard: what cannot be divided, and a wrong call, are refused in one line on every rank."""
 
 import re
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Adafactor
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fsdp
 import zero
@@ -168,6 +170,26 @@ def test_shard_a_weight_used_outside_its_layer_is_refused_in_one_line(rank):
     inside = nn.Sequential(nn.Embedding(5, 3), linear).eval()  # the control
     expected = inside(torch.arange(5))
     assert torch.allclose(fsdp.FSDP(inside)(torch.arange(5)), expected)
+
+
+class ComputedAgain(nn.Module):
+    def __init__(self, computes_again: bool) -> None:
+        super().__init__()
+        self.layer, self.computes_again = nn.Linear(3, 3), computes_again
+
+    def forward(self, inputs):
+        if self.computes_again:
+            return checkpoint(self.layer, inputs, use_reentrant=False)
+        return self.layer(inputs)
+
+
+@on_ranks(2)
+def test_shard_a_checkpoint_inside_a_layer_ends_with_torchs_error_about_sizes(rank):
+    for computes_again in (False, True):
+        model = fsdp.FSDP(nn.Sequential(ComputedAgain(computes_again)))
+        loss = model(torch.ones(4, 3, requires_grad=True)).sum()
+        with pytest.raises(CheckpointError, match="metadata") if computes_again else nullcontext():
+            loss.backward()
 
 
 @on_ranks(2)
