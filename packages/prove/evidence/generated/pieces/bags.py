@@ -19,12 +19,6 @@ self.words[i], self.y[i]
 
 
 # %% classes, if model is embedding bag
-def collate(samples):
-    lengths = torch.tensor([0] + [len(words) for words, _ in samples[:-1]])
-    flat = torch.cat([words for words, _ in samples])
-    return flat, lengths.cumsum(0), torch.stack([label for _, label in samples])
-
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()

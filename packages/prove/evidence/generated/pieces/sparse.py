@@ -15,13 +15,6 @@ flat, offsets
 self.words[i], self.y[i]
 
 
-# %% classes
-def collate(samples):
-    lengths = torch.tensor([0] + [len(words) for words, _ in samples[:-1]])
-    flat = torch.cat([words for words, _ in samples])
-    return flat, lengths.cumsum(0), torch.stack([label for _, label in samples])
-
-
 # %% classes, if model is sparse bag
 class Net(nn.Module):
     def __init__(self):
