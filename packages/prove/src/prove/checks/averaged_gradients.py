@@ -13,6 +13,7 @@ from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import AVERAGE, NO_DDP, STEP, accumulate, own_step, plain
 from prove.checks.weights import WAS_FROZEN, WRAP_AGAIN, unfrozen_parameters
 from prove.judge.rank_steps import (
+    MAX_SPREAD_OF_MEAN,
     TINY,
     StepOfRanks,
     differ,
@@ -131,7 +132,7 @@ def parameters_apart(step: StepOfRanks) -> list[int]:
     return [
         index
         for index, gradients in enumerate(held)
-        if None not in gradients and differ(gradients, 1e-4)
+        if None not in gradients and differ(gradients, MAX_SPREAD_OF_MEAN)
     ]
 
 

@@ -28,7 +28,7 @@ from prove.judge.distances import (
     weights_differ,
 )
 from prove.judge.first_difference import first_difference, source_line_of_loss
-from prove.judge.rank_steps import differ
+from prove.judge.rank_steps import MAX_SPREAD_OF_MEAN, differ
 from prove.judge.reasons import Phrase, Reason
 from prove.judge.replay import Precision, Replay
 from prove.judge.replay_reasons import ReplayReason
@@ -182,7 +182,7 @@ class Comparer:
             (ranks_steps for ranks_steps in own if any(map(has_gradient, ranks_steps))), ()
         )
         gradients = zip(*(step.gradients for step in first), strict=False)
-        if not any(differ(held, 1e-4) for held in gradients if None not in held):
+        if not any(differ(held, MAX_SPREAD_OF_MEAN) for held in gradients if None not in held):
             return False
         if any(step.exchanges_inside for ranks_steps in own for step in ranks_steps):
             return True
@@ -380,7 +380,7 @@ class Comparer:
         # A rounding error grows from step to step, and Adam divides by small gradients.
         if self.limit > FLOAT64_LIMIT:
             return self.compare_less_precisely(steps, weight_errors[-1], facts)
-        if weight_errors[-1] <= 1e-5:
+        if weight_errors[-1] <= MAX_WEIGHT_ERROR:
             return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_TO_ONE, facts)
         return self.cause_of_other_weights(steps, weight_errors, facts)
 
@@ -437,7 +437,8 @@ class Comparer:
                 facts |= {"step": n, "apart": gradient_error, "epoch": steps[n - 1][0].epoch}
                 return self.other_later_gradient(facts, ranks_step, one_step)
         adapts = any(optimizer.is_adaptive for optimizer in self.replay.rank_0_record.optimizers)
-        if adapts and weight_errors[0] <= 1e-5 and not other_change_between(steps, weight_errors):
+        begins_equal = weight_errors[0] <= MAX_WEIGHT_ERROR
+        if adapts and begins_equal and not other_change_between(steps, weight_errors):
             # A bias whose gradient is only rounding (before BatchNorm, in attention's keys) grows
             # from step to step, because the optimizer divides by that gradient. A mistake between
             # two steps would show in the gradient of the second.
@@ -462,7 +463,7 @@ def other_change_between(
     """
     change = distance(steps[-1][0].weights_after, steps[0][0].weights_before) or 1.0
     return any(
-        relative_error <= 1e-5
+        relative_error <= MAX_WEIGHT_ERROR
         and distance(ranks_step.weights_before, one_step.weights_before) > FLOAT64_WRONG * change
         for relative_error, (ranks_step, one_step) in zip(weight_errors, steps[1:], strict=False)
     )

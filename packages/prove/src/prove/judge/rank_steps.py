@@ -8,6 +8,7 @@ from typing import Any
 from prove.rank_record import OptimizerRecord, OptimizerStep, Projection, RankRecord
 
 TINY = 1e-12
+MAX_SPREAD_OF_MEAN = 1e-4  # ranks whose gradients differ by more have not averaged them
 
 
 @dataclass
