@@ -101,9 +101,7 @@ class Recorder:
         self.write(epoch, losses)
         mean = statistics.fmean(self.progress.losses)
         self.summary |= {"train_loss": mean, "test_loss": test_loss, "test_accuracy": accuracy}
-        if (
-            self.progress.epoch_step == 0
-        ):  # otherwise --max-steps has ended the run inside the epoch
+        if self.progress.epoch_step == 0:  # not where --max-steps ended the run inside an epoch
             self.progress.losses = []
         if self.is_rank_zero:
             speed = self.args.batch_size / statistics.median(self.seconds[-len(losses) :])
