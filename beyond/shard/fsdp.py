@@ -62,20 +62,18 @@ class WithOriginalForward(nn.Module):
 
 
 class CallOrder:
-    """The order in which forward calls the layers, and the one that computes now.
+    """The order in which forward calls the layers.
 
     The first forward finds the order out, and each further one may change it.
     """
 
     def __init__(self) -> None:
         self.called: list[ShardedLayer] = []  # layers in the forward that runs
-        self.computing: ShardedLayer | None = None  # the layer that computes, or that has failed
         self.layers: list[ShardedLayer] = []  # layers of the last forward that has ended
         self.places: dict[ShardedLayer, int] = {}  # places in that forward
 
     def begin(self) -> None:
         self.called.clear()
-        self.computing = None
 
     def end(self) -> None:
         self.layers = list(dict.fromkeys(self.called))
@@ -176,12 +174,9 @@ class ShardedLayer:
         named = {f"module.{n}": p for n, p in zip(self.names, parameters, strict=True)}
         if following := self.order.after(self):
             following.start_gather()  # meanwhile, this layer computes
-        self.order.computing = self
         try:
             with saved_tensors_hooks(self.pack, self.unpack):
-                result = functional_call(self.original, named, args, kwargs)
-            self.order.computing = None  # not after an error, which is then of this layer
-            return result
+                return functional_call(self.original, named, args, kwargs)
         finally:
             if not self.order.is_last(self) or not torch.is_grad_enabled():
                 self.free()  # backward begins with the last layer, which stays
@@ -268,7 +263,8 @@ class FSDP(nn.Module):
     A model that was built on the meta device gets its memory here, on `device`, layer by layer, and
     its weights by each module's reset_parameters. Frozen parameters and those outside of all layers
     are not sharded. Every forward is a collective: every rank must call it. Raises ShardingError
-    for a parameter that several layers share. Its optimizer must treat each element apart.
+    for a parameter that several layers share. Its optimizer must treat each element apart. A
+    GradScaler would look at the gradients of one rank only, so train in bfloat16.
     """
 
     def __init__(self, model: nn.Module, device: torch.device | str = "cpu") -> None:
@@ -293,17 +289,7 @@ class FSDP(nn.Module):
         for layer in self.layers:
             layer.free()  # weights of before the last step, if no backward came
         self.order.begin()
-        try:
-            result = self.model(*args, **kwargs)
-        except (RuntimeError, IndexError) as error:
-            if self.order.computing:
-                raise
-            why = "forward failed outside of the layers, where a parameter is only this rank's part"
-            cure = "use a weight only in its own layer's forward"
-            raise ShardingError(f"{why} ({str(error).splitlines()[0]}): {cure}") from error
-        if not self.order.called:
-            names = ", ".join(layer.name for layer in self.layers)
-            raise ShardingError(f"forward called no layer ({names}), and only a call unshards it")
+        result = self.model(*args, **kwargs)
         self.order.end()
         return result
 
@@ -323,19 +309,6 @@ class FSDP(nn.Module):
             assert parameter.grad is not None
             parameter.grad /= dist.get_world_size()
             dist.all_reduce(parameter.grad)
-        self.spread_overflow()
-
-    def spread_overflow(self) -> None:
-        """Make of an inf on one rank a nan on each, since GradScaler looks at its own rank only.
-
-        Under DDP, all ranks have the same gradients, so that all of them skip the step.
-        """
-        gradients = [p.grad for p in self.parameters() if p.grad is not None and p.grad.numel()]
-        if not gradients:
-            gradients = [self.layers[0].shard.new_zeros(1)]
-        overflow = (nn.utils.get_total_norm(gradients, float("inf")) * 0).float()  # 0 or nan
-        dist.all_reduce(overflow)
-        gradients[0].view(-1)[:1] += overflow
 
     def clip_grad_norm(self, limit: float) -> float:
         """Scale all gradients so that their norm over all ranks is at most `limit`."""

@@ -107,14 +107,11 @@ class FullOptimizerState:
         number = self.numbers()  # what FSDP does not shard has its state under its own number
         state = {n: dict(self.inner.state[p]) for p, n in number.items() if p in self.inner.state}
         for shards, parts, numbers in self.shards():
-            rows = [dict(self.inner.state.get(part, {})) for part in parts]  # {}: never used
-            for key, value in next(filter(None, rows), {}).items():
-                if not is_elementwise(value):
-                    continue
-                values = [row.get(key, part) for row, part in zip(rows, parts, strict=True)]
-                tensors = shards.gather([part.detach() for part in values])
+            rows = [dict(self.inner.state[part]) for part in parts]
+            for key in [key for key, value in rows[0].items() if is_elementwise(value)]:
+                tensors = shards.gather([row[key] for row in rows])
                 for row, tensor in zip(rows, tensors, strict=False):  # none, except on rank 0
-                    row.update({key: tensor} if row else {})
+                    row[key] = tensor
             state |= {n: row for n, row in zip(numbers, rows, strict=True) if row}
         groups = []
         for group in self.param_groups:

@@ -146,14 +146,10 @@ def clip_grad_norm(parts: Iterable[Tensor], replicated: Iterable[Tensor], limit:
     Returns the norm over all ranks. Every rank must call it.
     """
     parts, replicated = list(parts), list(replicated)
-    gradients = [*parts, *replicated]
-    if not gradients:  # before the first backward: so it is on every rank
-        return 0.0
-    squares = [squared_norm(part) for part in parts]
-    square = torch.stack(squares or [gradients[0].new_zeros((), dtype=torch.float64)]).sum()
+    square = torch.stack([squared_norm(part) for part in parts]).sum()
     dist.all_reduce(square)
     norm = (square + sum(map(squared_norm, replicated))).sqrt()
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # nan stays nan, as in torch
-    for gradient in gradients:
+    for gradient in [*parts, *replicated]:
         gradient.mul_(scale)
     return float(norm)

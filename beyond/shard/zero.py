@@ -83,7 +83,6 @@ class ShardedOptimizer(optim.Optimizer):
             parts = [self.owned[p] for p in group["params"] if p in self.owned]
             inner_groups.append({**group, "params": parts})
         self.inner = optimizer_class(inner_groups)
-        self.defaults = {**self.inner.defaults, **options}  # OneCycleLR looks for AdamW's betas
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update({key: inner[key] for key in inner if key != "params"})  # defaults included
 
@@ -138,12 +137,6 @@ class ShardedGradients(ShardedOptimizer):
         self.sent: list[tuple[ShardedBucket, ReduceScatter]] = []
         for parameter in self.bucket_of:
             parameter.register_post_accumulate_grad_hook(self.take)
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Refuse a GradScaler: it asks this, then looks where ZeRO-2 keeps no gradients."""
-        why = "GradScaler finds no gradients at the parameters of ZeRO-2"
-        raise ShardingError(f"{why}: use bfloat16, which needs no scaler, or ZeRO-1, or FSDP")
 
     @torch.no_grad()
     def take(self, parameter: Parameter) -> None:
