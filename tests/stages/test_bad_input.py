@@ -69,7 +69,7 @@ WRONG_CALLS = {  # a stage or a program with its flags, and words of the line
     f"{SHM} missing.py": "missing.py is no file: expected python -m shm SCRIPT FLAGS",
     f"{COLLECTIVES} --world-size=10": f"'10', {WHOLE}, at least 1 and less than 10",
     f"{COLLECTIVES} {TOO_MANY}": f"a GPU for each of {GPUS + 1} ranks, here are {GPUS}: try --ba",
-    f"{COLLECTIVES} --backend=mpi": "--backend mpi is not built into this",
+    f"{COLLECTIVES} --backend=mpi": "invalid choice: 'mpi'",
     "04_ddp_torchrun/launch/rank_variables.py --nodes 33 32": "65 processes on this machine",
     "beyond/survive/own_loop.py": "own_loop.py FOLDER",
     "beyond/survive/own_loop.py nowhere": "expected a folder that exists: torchrun",
