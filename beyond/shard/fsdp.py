@@ -23,7 +23,7 @@ from torch.func import functional_call
 from torch.nn import Parameter
 
 from shards import (
-    ReduceScatter,
+    SentGradients,
     ShardingError,
     Shards,
     all_gather_single,
@@ -89,25 +89,6 @@ class CallOrder:
 
     def is_last(self, layer: "ShardedLayer") -> bool:
         return self.layers[-1:] == [layer]
-
-
-class SentGradients:
-    """Gradients on their way to the ranks that own them, while backward continues."""
-
-    def __init__(self) -> None:
-        self.under_way: tuple[ShardedLayer, ReduceScatter] | None = None
-
-    def send(self, layer: "ShardedLayer", flat: Tensor) -> None:
-        """Send one at a time: otherwise memory would grow with the network's delay."""
-        self.receive()
-        self.under_way = layer, ReduceScatter(flat)
-
-    @torch.no_grad()
-    def receive(self) -> None:
-        if self.under_way:
-            layer, message = self.under_way
-            layer.add_gradient(message.wait())
-            self.under_way = None
 
 
 class ShardedLayer:

@@ -133,6 +133,28 @@ class ReduceScatter:
         return self.received.view(dist.get_world_size(), -1).sum(dim=0)
 
 
+class SentGradients:
+    """Gradients on their way to the ranks that own them, while backward continues."""
+
+    def __init__(self) -> None:
+        self.under_way: tuple[Any, ReduceScatter] | None = None
+
+    def send(self, owner: Any, flat: Tensor) -> None:
+        """Send one at a time: otherwise memory would grow with the network's delay.
+
+        owner: a layer or a bucket, whose add_gradient takes the mean of this rank's shard.
+        """
+        self.receive()
+        self.under_way = owner, ReduceScatter(flat)
+
+    @torch.no_grad()
+    def receive(self) -> None:
+        if self.under_way:
+            owner, message = self.under_way
+            owner.add_gradient(message.wait())
+            self.under_way = None
+
+
 def squared_norm(gradient: Tensor) -> Tensor:
     """Return the squared norm in float64, ()."""
     return torch.linalg.vector_norm(gradient, dtype=torch.float64).square()

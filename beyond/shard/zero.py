@@ -18,7 +18,7 @@ from torch.nn import Parameter
 import local_ranks.chapters  # noqa: F401, it lets this import the reducers of stage 03
 from reducers import cut_into_buckets
 from shards import (
-    ReduceScatter,
+    SentGradients,
     ShardingError,
     Shards,
     all_gather_single,
@@ -51,6 +51,10 @@ class ShardedBucket(Shards):
         """Make room for the unsharded gradients. What backward does not bring stays zero."""
         self.gradients = self.new_flat(like=self.memory)
         self.slots = dict(zip(self.parameters, self.views(self.gradients), strict=True))
+
+    def add_gradient(self, mean: Tensor) -> None:
+        """Add the mean over the ranks of this rank's shard, (length,), to its gradients."""
+        self.shard = mean if self.shard is None else self.shard + mean
 
     def send_updated(self) -> None:
         """Give every rank what the others have updated. Every rank must call it."""
@@ -134,7 +138,7 @@ class ShardedGradients(ShardedOptimizer):
         super().__init__(parameters, optimizer_class, **options)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.next = 0  # the bucket to send next: all ranks send in the same order
-        self.sent: list[tuple[ShardedBucket, ReduceScatter]] = []
+        self.sent = SentGradients()
         for parameter in self.bucket_of:
             parameter.register_post_accumulate_grad_hook(self.take)
 
@@ -155,26 +159,19 @@ class ShardedGradients(ShardedOptimizer):
 
     def send(self, bucket: ShardedBucket) -> None:
         """Send the mean of each shard to its owner, while backward continues."""
-        self.receive()  # one message at a time, or memory would grow with the network's delay
         if bucket.gradients is None:
             bucket.make_room()
         assert bucket.gradients is not None
-        self.sent.append((bucket, ReduceScatter(bucket.gradients)))
+        self.sent.send(bucket, bucket.gradients)
         bucket.gradients, bucket.slots = None, {}
         self.next += 1
-
-    def receive(self) -> None:
-        for bucket, message in self.sent:
-            shard = message.wait()
-            bucket.shard = shard if bucket.shard is None else bucket.shard + shard
-        self.sent = []
 
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for the gradients that are still under way. Every rank must call it."""
         while self.next < len(self.buckets):  # one that lacks a gradient, and those behind it
             self.send(self.buckets[self.next])
-        self.receive()
+        self.sent.receive()
         self.next = 0
         parameters = [p for group in self.param_groups for p in group["params"]]
         missing = {
