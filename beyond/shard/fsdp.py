@@ -229,10 +229,10 @@ def check_parameters(model: nn.Module, layers: dict[str, nn.Module]) -> None:
             raise ShardingError(f"{why}: untie them, or put them into one module")
 
 
-def materialize(module: nn.Module, device: torch.device) -> None:
+def materialize(module: nn.Module) -> None:
     """Give memory and new weights to a module that was built on the meta device."""
     if any(parameter.is_meta for parameter in module.parameters()):
-        module.to_empty(device=device)
+        module.to_empty(device=torch.get_default_device())
         for submodule in module.modules():
             if callable(reset := getattr(submodule, "reset_parameters", None)):
                 reset()
@@ -241,14 +241,14 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 class FSDP(nn.Module):
     """A model of which each rank keeps 1/N.
 
-    A model that was built on the meta device gets its memory here, on `device`, layer by layer, and
-    its weights by each module's reset_parameters. Frozen parameters and those outside of all layers
-    are not sharded. Every forward is a collective: every rank must call it. Raises ShardingError
-    for a parameter that several layers share. Its optimizer must treat each element apart. A
-    GradScaler would look at the gradients of one rank only, so train in bfloat16.
+    A model that was built on the meta device gets its memory here, on torch's default device, layer
+    by layer, and its weights by each module's reset_parameters. Frozen parameters and those outside
+    of all layers are not sharded. Every forward is a collective: every rank must call it. Raises
+    ShardingError for a parameter that several layers share. Its optimizer must treat each element
+    apart. A GradScaler would look at the gradients of one rank only, so train in bfloat16.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device | str = "cpu") -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         modules = dict(layers_of(model))
@@ -259,7 +259,7 @@ class FSDP(nn.Module):
         self.layers: list[ShardedLayer] = []
         self.order, self.gradients = CallOrder(), SentGradients()
         for name, module in modules.items():  # only one of them is unsharded at a time
-            materialize(module, torch.device(device))
+            materialize(module)
             self.layers.append(ShardedLayer(name, module, self.order, self.gradients))
         owned = {part for layer in self.layers for part in layer.owned}
         self.replicated = {name: p for name, p in model.named_parameters() if p not in owned}
