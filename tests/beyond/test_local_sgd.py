@@ -89,9 +89,9 @@ ALONE = (LOCAL_SGD, MEAN_OF_ALL, "change")
 STEPS = 8
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks()
-def test_c44_h_1_with_sgd_is_ddp(rank, ranks):
+def test_c44_h_1_with_sgd_is_ddp(rank, world_size):
     """They agree to 1e-12 in float64, with and without momentum inside, which is linear as well."""
     once = {"every": 1, **MEAN}
     other_options = {"every": 2}, {"momentum": 0.9}, {"lr": 0.7}
