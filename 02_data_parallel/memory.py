@@ -6,8 +6,7 @@ Backward has not begun. All that autograd saved is there, and so are the gradien
 step, since zero_grad comes later. What backward needs and the allocator's rounding do not count.
 """
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ import torchvision
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.optim import SGD, Adam
+from torch.optim import SGD
 
 from common.models import Net
 from common.options import Parser
@@ -25,7 +24,6 @@ BATCH, WORDS, LENGTH, REPLICAS = 120, 8192, 16, 4  # samples; vocabulary; words 
 MIB = 2**20
 # parameters: with buffers; outputs: gathered, of the whole batch; loss: what it saves for backward
 KINDS = ("parameters", "gradients", "optimizer", "batch", "activations", "outputs", "loss")
-OPTIMIZERS: dict[str, Callable] = {"sgd": SGD, "momentum": partial(SGD, momentum=0.9), "adam": Adam}
 Example = tuple[nn.Module, Tensor, Tensor]  # a model, a whole batch, its targets
 Held = list[dict[str, int]]  # the bytes of each kind, for each replica
 
@@ -82,21 +80,18 @@ class CountingReplica(nn.Module):
             return criterion(outputs, targets)[None]  # (1,): the loss, not the outputs
 
 
-def bytes_after_step(model: nn.Module, optimizer: str) -> tuple[int, int]:
-    """Bytes that a step leaves behind: gradients, and the optimizer's state."""
+def bytes_after_step(model: nn.Module) -> tuple[int, int]:
+    """Bytes that a step of SGD with momentum leaves behind: gradients, and its state."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)  # as large as a real one
-    update = OPTIMIZERS[optimizer](trained)
+    update = SGD(trained, momentum=0.9)
     update.step()
-    state = [value for each in update.state.values() for value in each.values()]
-    tensors = [value for value in state if isinstance(value, Tensor)]  # a step may be a number
-    return size(p.grad for p in trained if p.grad is not None), size(tensors)
+    momenta = [state["momentum_buffer"] for state in update.state.values()]
+    return size(p.grad for p in trained if p.grad is not None), size(momenta)
 
 
-def held_by_replica(
-    example: Example, replicas: int, inside: bool, optimizer: str = "momentum"
-) -> Held:
+def held_by_replica(example: Example, replicas: int, inside: bool) -> Held:
     """Count a step whose batch lies on the main device. inside: forward computes the loss."""
     model, x, targets = example
     devices = [x.device] * replicas
@@ -113,7 +108,7 @@ def held_by_replica(
         tensors = [*replica.parameters(), *replica.buffers()]
         held.append({kind: size(kept, [*tensors, *args]) for kind, kept in replica.saved.items()})
         held[-1] |= {"parameters": size(tensors), "batch": size(args)}
-    held[0]["gradients"], held[0]["optimizer"] = bytes_after_step(model, optimizer)
+    held[0]["gradients"], held[0]["optimizer"] = bytes_after_step(model)
     held[0]["batch"], held[0]["outputs"] = size([x, targets]), size([outputs])
     held[0]["loss"] += size([*on_main, loss], [outputs, targets])
     return [{kind: each.get(kind, 0) for kind in KINDS} for each in held]
@@ -139,12 +134,6 @@ def main() -> None:
     ]
     print(f"MiB that each of {REPLICAS} replicas holds, with the loss outside and inside forward:")
     print(tabulate(rows, ("model", "loss", "replica", *KINDS, "total"), floatfmt=".2f"))
-    rows = [
-        (name, *(bytes_after_step(model, optimizer)[1] / MIB for optimizer in OPTIMIZERS))
-        for name, (model, _, _) in examples().items()
-    ]
-    print("\nMiB of state that the optimizer adds, on the main device only:")
-    print(tabulate(rows, ("model", *OPTIMIZERS), floatfmt=".2f"))
 
 
 if __name__ == "__main__":

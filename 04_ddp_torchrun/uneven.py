@@ -1,10 +1,10 @@
-"""Ranks with unequal numbers of batches: the hang, and two cures.
+"""Ranks with unequal numbers of batches: the hang, and a cure.
 
     torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/uneven.py
 
 The last rank has one batch more than the others. In its backward it waits for gradients that no
-other rank will send. Inside `Join`, a rank without batches answers with zeros. With a sampler that
-deals the same number of samples to every rank, nothing hangs.
+other rank will send. Inside `Join`, a rank without batches answers with zeros. uneven.md names two
+more cures.
 """
 
 from collections.abc import Iterable
@@ -16,17 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
-from torch.utils.data import DistributedSampler, TensorDataset
 
 from common.options import Parser, UsageError, exit_on, float_at_least
 from local_ranks.ranks import init_gloo_or_refuse
 
 BATCHES = 3  # batches of every rank; the last rank has one more
-SAMPLERS = {
-    "pad": "DistributedSampler: equal shards, 0 and 1 twice",
-    "drop_last": "DistributedSampler(drop_last=True), as train.py trains: 8 and 9 left out",
-    "range": "range(rank, 10, 4), as train.py evaluates: unequal; no collective inside the loop",
-}
 
 
 def batches_of(rank: int, world_size: int) -> list[Tensor]:
@@ -82,17 +76,6 @@ def join(divide_by_initial_world_size: bool, seconds: float = 60) -> tuple[list[
     return gradients, model.weight.detach().clone()
 
 
-def dealt(samples: int, world_size: int, sampler: str) -> list[list[int]]:
-    """Return the samples that each rank gets, without shuffling."""
-    if sampler == "range":
-        return [list(range(rank, samples, world_size)) for rank in range(world_size)]
-    data = TensorDataset(torch.arange(samples))
-    options = {"shuffle": False, "drop_last": sampler == "drop_last"}
-    return [
-        list(DistributedSampler(data, world_size, rank, **options)) for rank in range(world_size)
-    ]
-
-
 def print_from_all(title: str, line: str) -> None:
     """Rank 0 prints every rank's line, in the order of the ranks."""
     lines = [line] * dist.get_world_size()
@@ -123,11 +106,6 @@ def main() -> None:
         steps = " ".join(f"{gradient:g}" for gradient in gradients)
         result = f"gradients {steps}; weights {weights.mean():.2f}"
         print_from_all(f"Join, divide_by_initial_world_size={divide}", result)
-    if dist.get_rank() == 0:
-        for sampler, title in SAMPLERS.items():
-            print(f"\n10 samples on 4 ranks, {title}")
-            for rank, samples in enumerate(dealt(10, 4, sampler)):
-                print(f"  rank {rank}: {' '.join(map(str, samples))}")
     dist.destroy_process_group()
 
 

@@ -8,46 +8,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from common.options import UsageError
-
-
-def require_equal(descriptions: list[str]) -> None:
-    """Raise UsageError on every rank if the ranks do not give the same descriptions."""
-    all_ranks = [descriptions] * dist.get_world_size()
-    dist.all_gather_object(all_ranks, descriptions)  # every rank must reach this line
-    expected = [*all_ranks[0], "nothing"]
-    for rank, given in enumerate(all_ranks):
-        for here, there in zip([*given, "nothing"], expected, strict=False):
-            if here != there:
-                raise UsageError(
-                    f"rank {rank} has {here} where rank 0 has {there}: make them the same on "
-                    "every rank"
-                )
-
 
 def broadcast_model(model: nn.Module) -> list[Parameter]:
     """Give every rank the weights and buffers of rank 0; returns the parameters that are trained.
 
-    Raises UsageError on every rank if their models differ or have nothing that can be averaged.
+    The models must be equal: every rank must reach this line with the same shapes.
     """
-    named_tensors = [*model.named_parameters(), *model.named_buffers()]
-    descriptions = []
-    for name, tensor in named_tensors:
-        trained = ", trained" if tensor.requires_grad else ""
-        descriptions.append(f"{name} {list(tensor.shape)} {tensor.dtype}{trained}")
-    require_equal(descriptions)
-
-    parameters = [p for p in model.parameters() if p.requires_grad]  # tied parameters come once
-    if not parameters:
-        raise UsageError("the model has no parameter that is trained: nothing to average")
-    if any(getattr(module, "sparse", False) for module in model.modules()):
-        raise UsageError("a reducer takes no sparse gradients: try Embedding(sparse=False)")
-
-    for _, tensor in named_tensors:
+    for tensor in [*model.parameters(), *model.buffers()]:
         values = tensor.detach().contiguous()  # gloo would read across the gaps of a view
         dist.broadcast(values, src=0)
         tensor.detach().copy_(values)
-    return parameters
+    return [p for p in model.parameters() if p.requires_grad]  # tied parameters come once
 
 
 def fill_missing_gradients(parameters: list[Parameter]) -> dict[Parameter, Tensor]:

@@ -58,8 +58,6 @@ class LocalSGD:
         momentum: float = 0.9,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if every < 1:
-            raise ValueError(f"got every={every}, expected at least 1")
         self.model = model
         self.every = every
         self.dtype = dtype

@@ -16,8 +16,6 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import zip_longest
@@ -209,30 +207,14 @@ def cost(puzzle: Puzzle) -> str:
     return f"{text} (mean of {len(runs['with'])} seeds)"
 
 
-@contextmanager
-def using(folder: Path) -> Iterator[None]:
-    """Turn an OSError in this block into a UsageError of one line that names --folder."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"cannot use --folder {folder} ({error}): name another one") from error
-
-
 def solved(folder: Path) -> set[int]:
     file = folder / "solved.json"
-    with using(folder):
-        text = file.read_text(errors="replace") if file.exists() else "[]"
-    try:
-        return {int(number) for number in json.loads(text)}
-    except (ValueError, TypeError) as error:
-        name = os.path.relpath(file)
-        raise UsageError(f"{name} is damaged ({error}): delete it, and count anew") from error
+    return set(json.loads(file.read_text())) if file.exists() else set()
 
 
 def hand_out(puzzle: Puzzle, copy: Path, folder: Path) -> int:
-    with using(folder):
-        copy.parent.mkdir(parents=True)
-        copy.write_text(puzzle.story.script)
+    copy.parent.mkdir(parents=True)
+    copy.write_text(puzzle.story.script)
     show(puzzle, puzzle.story.script)
     print(f"\nIts mistake is yours to find. Correct it in {os.path.relpath(copy)}, and type")
     print("the same once more. HINT=1 shows what prove says, and SHOW=1 this comparison.")
@@ -240,14 +222,12 @@ def hand_out(puzzle: Puzzle, copy: Path, folder: Path) -> int:
 
 
 def decide(puzzle: Puzzle, copy: Path, folder: Path) -> int:
-    before = solved(folder)  # first: a damaged file must not cost a verdict
     verdict = judge(puzzle, read(copy))
     print(f"{'Right' if verdict.is_right else 'Not yet'}: {verdict.text}")
     if not verdict.is_right:
         return 1
-    numbers = sorted(before | {puzzle.number})
-    with using(folder):
-        (folder / "solved.json").write_text(json.dumps(numbers))
+    numbers = sorted(solved(folder) | {puzzle.number})
+    (folder / "solved.json").write_text(json.dumps(numbers))
     print(f"What it cost: {cost(puzzle)}.\nReported in {puzzle.story.report}")
     print(f"{len(numbers)} of {len(PUZZLES)} are solved.")
     return 0
@@ -270,9 +250,7 @@ def main() -> int:
         return 0
     puzzle = PUZZLES[args.number - 1]
     copy = args.folder / f"{puzzle.number:02}" / "train.py"
-    with using(args.folder):
-        is_new = not copy.parent.exists()
-    if is_new:
+    if not copy.parent.exists():
         return hand_out(puzzle, copy, args.folder)
     source = read(copy)
     if args.hint:
@@ -288,5 +266,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    with exit_on(UsageError, ScriptError):
+    with exit_on(UsageError, ScriptError, OSError):  # OSError: --folder cannot be used
         raise SystemExit(main())

@@ -23,7 +23,7 @@ from torch.func import functional_call
 from torch.nn import Parameter
 
 from shards import (
-    ReduceScatter,
+    SentGradients,
     ShardingError,
     Shards,
     all_gather_single,
@@ -62,20 +62,18 @@ class WithOriginalForward(nn.Module):
 
 
 class CallOrder:
-    """The order in which forward calls the layers, and the one that computes now.
+    """The order in which forward calls the layers.
 
     The first forward finds the order out, and each further one may change it.
     """
 
     def __init__(self) -> None:
         self.called: list[ShardedLayer] = []  # layers in the forward that runs
-        self.computing: ShardedLayer | None = None  # the layer that computes, or that has failed
         self.layers: list[ShardedLayer] = []  # layers of the last forward that has ended
         self.places: dict[ShardedLayer, int] = {}  # places in that forward
 
     def begin(self) -> None:
         self.called.clear()
-        self.computing = None
 
     def end(self) -> None:
         self.layers = list(dict.fromkeys(self.called))
@@ -91,25 +89,6 @@ class CallOrder:
 
     def is_last(self, layer: "ShardedLayer") -> bool:
         return self.layers[-1:] == [layer]
-
-
-class SentGradients:
-    """Gradients on their way to the ranks that own them, while backward continues."""
-
-    def __init__(self) -> None:
-        self.under_way: tuple[ShardedLayer, ReduceScatter] | None = None
-
-    def send(self, layer: "ShardedLayer", flat: Tensor) -> None:
-        """Send one at a time: otherwise memory would grow with the network's delay."""
-        self.receive()
-        self.under_way = layer, ReduceScatter(flat)
-
-    @torch.no_grad()
-    def receive(self) -> None:
-        if self.under_way:
-            layer, message = self.under_way
-            layer.add_gradient(message.wait())
-            self.under_way = None
 
 
 class ShardedLayer:
@@ -176,12 +155,9 @@ class ShardedLayer:
         named = {f"module.{n}": p for n, p in zip(self.names, parameters, strict=True)}
         if following := self.order.after(self):
             following.start_gather()  # meanwhile, this layer computes
-        self.order.computing = self
         try:
             with saved_tensors_hooks(self.pack, self.unpack):
-                result = functional_call(self.original, named, args, kwargs)
-            self.order.computing = None  # not after an error, which is then of this layer
-            return result
+                return functional_call(self.original, named, args, kwargs)
         finally:
             if not self.order.is_last(self) or not torch.is_grad_enabled():
                 self.free()  # backward begins with the last layer, which stays
@@ -253,10 +229,10 @@ def check_parameters(model: nn.Module, layers: dict[str, nn.Module]) -> None:
             raise ShardingError(f"{why}: untie them, or put them into one module")
 
 
-def materialize(module: nn.Module, device: torch.device) -> None:
+def materialize(module: nn.Module) -> None:
     """Give memory and new weights to a module that was built on the meta device."""
     if any(parameter.is_meta for parameter in module.parameters()):
-        module.to_empty(device=device)
+        module.to_empty(device=torch.get_default_device())
         for submodule in module.modules():
             if callable(reset := getattr(submodule, "reset_parameters", None)):
                 reset()
@@ -265,13 +241,14 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 class FSDP(nn.Module):
     """A model of which each rank keeps 1/N.
 
-    A model that was built on the meta device gets its memory here, on `device`, layer by layer, and
-    its weights by each module's reset_parameters. Frozen parameters and those outside of all layers
-    are not sharded. Every forward is a collective: every rank must call it. Raises ShardingError
-    for a parameter that several layers share. Its optimizer must treat each element apart.
+    A model that was built on the meta device gets its memory here, on torch's default device, layer
+    by layer, and its weights by each module's reset_parameters. Frozen parameters and those outside
+    of all layers are not sharded. Every forward is a collective: every rank must call it. Raises
+    ShardingError for a parameter that several layers share. Its optimizer must treat each element
+    apart. A GradScaler would look at the gradients of one rank only, so train in bfloat16.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device | str = "cpu") -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         modules = dict(layers_of(model))
@@ -282,7 +259,7 @@ class FSDP(nn.Module):
         self.layers: list[ShardedLayer] = []
         self.order, self.gradients = CallOrder(), SentGradients()
         for name, module in modules.items():  # only one of them is unsharded at a time
-            materialize(module, torch.device(device))
+            materialize(module)
             self.layers.append(ShardedLayer(name, module, self.order, self.gradients))
         owned = {part for layer in self.layers for part in layer.owned}
         self.replicated = {name: p for name, p in model.named_parameters() if p not in owned}
@@ -293,17 +270,7 @@ class FSDP(nn.Module):
         for layer in self.layers:
             layer.free()  # weights of before the last step, if no backward came
         self.order.begin()
-        try:
-            result = self.model(*args, **kwargs)
-        except (RuntimeError, IndexError) as error:
-            if self.order.computing:
-                raise
-            why = "forward failed outside of the layers, where a parameter is only this rank's part"
-            cure = "use a weight only in its own layer's forward"
-            raise ShardingError(f"{why} ({str(error).splitlines()[0]}): {cure}") from error
-        if not self.order.called:
-            names = ", ".join(layer.name for layer in self.layers)
-            raise ShardingError(f"forward called no layer ({names}), and only a call unshards it")
+        result = self.model(*args, **kwargs)
         self.order.end()
         return result
 
@@ -323,19 +290,6 @@ class FSDP(nn.Module):
             assert parameter.grad is not None
             parameter.grad /= dist.get_world_size()
             dist.all_reduce(parameter.grad)
-        self.spread_overflow()
-
-    def spread_overflow(self) -> None:
-        """Make of an inf on one rank a nan on each, since GradScaler looks at its own rank only.
-
-        Under DDP, all ranks have the same gradients, so that all of them skip the step.
-        """
-        gradients = [p.grad for p in self.parameters() if p.grad is not None and p.grad.numel()]
-        if not gradients:
-            gradients = [self.layers[0].shard.new_zeros(1)]
-        overflow = (nn.utils.get_total_norm(gradients, float("inf")) * 0).float()  # 0 or nan
-        dist.all_reduce(overflow)
-        gradients[0].view(-1)[:1] += overflow
 
     def clip_grad_norm(self, limit: float) -> float:
         """Scale all gradients so that their norm over all ranks is at most `limit`."""

@@ -20,11 +20,27 @@ from zero import ShardedOptimizer
 State = dict[str, Any]
 
 
-class FullModelState:
+class Collected:
+    """What collect() has put together on rank 0, under the name that save_checkpoint asks for."""
+
+    def __init__(self) -> None:
+        self.collected = State()
+
+    def state_dict(self) -> State:
+        return self.collected
+
+
+def groups_with(groups: list[State], name_of: Any) -> list[State]:
+    """Return an optimizer's groups, in which `name_of` names the parameters."""
+    return [{**group, "params": [name_of[p] for p in group["params"]]} for group in groups]
+
+
+class FullModelState(Collected):
     """The state_dict of the plain model: call collect() on every rank, then rank 0 has it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.collected = model, State()
+        super().__init__()
+        self.model = model
 
     def collect(self) -> None:
         """Put the parameters together on rank 0. Every rank must call it."""
@@ -37,9 +53,6 @@ class FullModelState:
             full_tensor |= zip(layer.owned, tensors, strict=False)  # none, except on rank 0
         plain = self.model.model.state_dict(keep_vars=True)
         self.collected = {name: full_tensor.get(t, t).detach() for name, t in plain.items()}
-
-    def state_dict(self) -> State:
-        return self.collected
 
     @torch.no_grad()
     def load_state_dict(self, state: State) -> None:
@@ -68,17 +81,18 @@ def is_elementwise(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-class FullOptimizerState:
+class FullOptimizerState(Collected):
     """The state_dict of the plain optimizer, and where the parts of its state lie.
 
     model: what is trained. optimizer: a ShardedOptimizer, or one of an FSDP model's parameters.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__()
         self.optimizer = optimizer
         self.inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
         self.is_sharded = isinstance(model, FSDP) or isinstance(optimizer, ShardedOptimizer)
-        self.layers, self.collected = model.layers if isinstance(model, FSDP) else [], State()
+        self.layers = model.layers if isinstance(model, FSDP) else []
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -107,22 +121,14 @@ class FullOptimizerState:
         number = self.numbers()  # what FSDP does not shard has its state under its own number
         state = {n: dict(self.inner.state[p]) for p, n in number.items() if p in self.inner.state}
         for shards, parts, numbers in self.shards():
-            rows = [dict(self.inner.state.get(part, {})) for part in parts]  # {}: never used
-            for key, value in next(filter(None, rows), {}).items():
-                if not is_elementwise(value):
-                    continue
-                values = [row.get(key, part) for row, part in zip(rows, parts, strict=True)]
-                tensors = shards.gather([part.detach() for part in values])
+            rows = [dict(self.inner.state[part]) for part in parts]
+            for key in [key for key, value in rows[0].items() if is_elementwise(value)]:
+                tensors = shards.gather([row[key] for row in rows])
                 for row, tensor in zip(rows, tensors, strict=False):  # none, except on rank 0
-                    row.update({key: tensor} if row else {})
+                    row[key] = tensor
             state |= {n: row for n, row in zip(numbers, rows, strict=True) if row}
-        groups = []
-        for group in self.param_groups:
-            groups.append({**group, "params": [number[p] for p in group["params"]]})
+        groups = groups_with(self.param_groups, number)
         self.collected = {"state": dict(sorted(state.items())), "param_groups": groups}
-
-    def state_dict(self) -> State:
-        return self.collected
 
     def load_state_dict(self, saved: State) -> None:
         """Take this rank's parts of the full state."""

@@ -76,13 +76,13 @@ def by_hand(
 
 def with_ddp(model: nn.Module, optimizer: Optimizer, optimizer_state: Any) -> ShardedTraining:
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # no second copy is kept
+    states = FullModelState(model), optimizer_state
+    return ShardedTraining(ddp, optimizer, lambda: None, plain_clip(model), *states)
 
-    def clip(limit: float) -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), limit)
 
-    return ShardedTraining(
-        ddp, optimizer, lambda: None, clip, FullModelState(model), optimizer_state
-    )
+def plain_clip(model: nn.Module) -> Callable[[float], Any]:
+    """Return torch's own clipping of this model, which adds up DTensors over all ranks."""
+    return lambda limit: nn.utils.clip_grad_norm_(model.parameters(), limit)
 
 
 def by_library(
@@ -101,9 +101,5 @@ def by_library(
         # Not resharded after forward, parameters stay unsharded until the end of backward: ZeRO-2.
         fully_shard(layer, mesh=mesh, reshard_after_forward=level == "parameters")
     optimizer = optimizer_class(model.parameters(), **options)
-
-    def clip(limit: float) -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), limit)  # clips DTensors over all ranks
-
     states = LibraryModelState(model), LibraryOptimizerState(model, optimizer)
-    return ShardedTraining(model, optimizer, lambda: None, clip, *states)
+    return ShardedTraining(model, optimizer, lambda: None, plain_clip(model), *states)

@@ -17,15 +17,16 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
-from full_state import State
+from full_state import Collected, State, groups_with
 
 
-class LibraryZeroState:
+class LibraryZeroState(Collected):
     """A ZeroRedundancyOptimizer as a checkpoint holds it."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        super().__init__()
         self.optimizer = optimizer
-        self.load_state_dict, self.collected = optimizer.load_state_dict, State()
+        self.load_state_dict = optimizer.load_state_dict
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -35,39 +36,34 @@ class LibraryZeroState:
         self.optimizer.consolidate_state_dict(to=0)
         self.collected = self.optimizer.state_dict() if dist.get_rank() == 0 else {}
 
-    def state_dict(self) -> State:
-        return self.collected
-
 
 FULL_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)  # in CPU memory
 
 
-class LibraryModelState:
+class LibraryModelState(Collected):
     """A model of fully_shard as a checkpoint holds it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.collected = model, State()
+        super().__init__()
+        self.model = model
 
     def collect(self) -> None:
         self.collected = get_model_state_dict(self.model, options=FULL_ON_RANK_0)
-
-    def state_dict(self) -> State:
-        return self.collected
 
     def load_state_dict(self, state: State) -> None:
         set_model_state_dict(self.model, state, options=StateDictOptions(full_state_dict=True))
 
 
-class LibraryOptimizerState:
+class LibraryOptimizerState(Collected):
     """The optimizer of a model of fully_shard as a checkpoint holds it.
 
     PyTorch names the parameters where the stages' files number them.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__()
         self.model = model
         self.optimizer = optimizer
-        self.collected = State()
         self.names = [name for name, _ in model.named_parameters()]
 
     @property
@@ -80,19 +76,12 @@ class LibraryOptimizerState:
             return
         number = {name: i for i, name in enumerate(self.names)}
         state = {number[name]: row for name, row in named["state"].items()}
-        groups = []
-        for group in named["param_groups"]:
-            groups.append({**group, "params": [number[name] for name in group["params"]]})
+        groups = groups_with(named["param_groups"], number)
         self.collected = {"state": dict(sorted(state.items())), "param_groups": groups}
-
-    def state_dict(self) -> State:
-        return self.collected
 
     def load_state_dict(self, saved: State) -> None:
         state = {self.names[number]: row for number, row in saved["state"].items()}
-        groups = []
-        for group in saved["param_groups"]:
-            groups.append({**group, "params": [self.names[number] for number in group["params"]]})
+        groups = groups_with(saved["param_groups"], self.names)
         named: Any = {"state": state, "param_groups": groups}
         options = StateDictOptions(full_state_dict=True)
         set_optimizer_state_dict(self.model, self.optimizer, named, options=options)

@@ -133,6 +133,28 @@ class ReduceScatter:
         return self.received.view(dist.get_world_size(), -1).sum(dim=0)
 
 
+class SentGradients:
+    """Gradients on their way to the ranks that own them, while backward continues."""
+
+    def __init__(self) -> None:
+        self.under_way: tuple[Any, ReduceScatter] | None = None
+
+    def send(self, owner: Any, flat: Tensor) -> None:
+        """Send one at a time: otherwise memory would grow with the network's delay.
+
+        owner: a layer or a bucket, whose add_gradient takes the mean of this rank's shard.
+        """
+        self.receive()
+        self.under_way = owner, ReduceScatter(flat)
+
+    @torch.no_grad()
+    def receive(self) -> None:
+        if self.under_way:
+            owner, message = self.under_way
+            owner.add_gradient(message.wait())
+            self.under_way = None
+
+
 def squared_norm(gradient: Tensor) -> Tensor:
     """Return the squared norm in float64, ()."""
     return torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
@@ -146,14 +168,10 @@ def clip_grad_norm(parts: Iterable[Tensor], replicated: Iterable[Tensor], limit:
     Returns the norm over all ranks. Every rank must call it.
     """
     parts, replicated = list(parts), list(replicated)
-    gradients = [*parts, *replicated]
-    if not gradients:  # before the first backward: so it is on every rank
-        return 0.0
-    squares = [squared_norm(part) for part in parts]
-    square = torch.stack(squares or [gradients[0].new_zeros((), dtype=torch.float64)]).sum()
+    square = torch.stack([squared_norm(part) for part in parts]).sum()
     dist.all_reduce(square)
     norm = (square + sum(map(squared_norm, replicated))).sqrt()
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # nan stays nan, as in torch
-    for gradient in gradients:
+    for gradient in [*parts, *replicated]:
         gradient.mul_(scale)
     return float(norm)

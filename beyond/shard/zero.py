@@ -18,7 +18,7 @@ from torch.nn import Parameter
 import local_ranks.chapters  # noqa: F401, it lets this import the reducers of stage 03
 from reducers import cut_into_buckets
 from shards import (
-    ReduceScatter,
+    SentGradients,
     ShardingError,
     Shards,
     all_gather_single,
@@ -52,6 +52,10 @@ class ShardedBucket(Shards):
         self.gradients = self.new_flat(like=self.memory)
         self.slots = dict(zip(self.parameters, self.views(self.gradients), strict=True))
 
+    def add_gradient(self, mean: Tensor) -> None:
+        """Add the mean over the ranks of this rank's shard, (length,), to its gradients."""
+        self.shard = mean if self.shard is None else self.shard + mean
+
     def send_updated(self) -> None:
         """Give every rank what the others have updated. Every rank must call it."""
         all_gather_single(self.memory, self.shard_of(self.memory).clone())
@@ -83,7 +87,6 @@ class ShardedOptimizer(optim.Optimizer):
             parts = [self.owned[p] for p in group["params"] if p in self.owned]
             inner_groups.append({**group, "params": parts})
         self.inner = optimizer_class(inner_groups)
-        self.defaults = {**self.inner.defaults, **options}  # OneCycleLR looks for AdamW's betas
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update({key: inner[key] for key in inner if key != "params"})  # defaults included
 
@@ -135,15 +138,9 @@ class ShardedGradients(ShardedOptimizer):
         super().__init__(parameters, optimizer_class, **options)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.next = 0  # the bucket to send next: all ranks send in the same order
-        self.sent: list[tuple[ShardedBucket, ReduceScatter]] = []
+        self.sent = SentGradients()
         for parameter in self.bucket_of:
             parameter.register_post_accumulate_grad_hook(self.take)
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Refuse a GradScaler: it asks this, then looks where ZeRO-2 keeps no gradients."""
-        why = "GradScaler finds no gradients at the parameters of ZeRO-2"
-        raise ShardingError(f"{why}: use bfloat16, which needs no scaler, or ZeRO-1, or FSDP")
 
     @torch.no_grad()
     def take(self, parameter: Parameter) -> None:
@@ -162,26 +159,19 @@ class ShardedGradients(ShardedOptimizer):
 
     def send(self, bucket: ShardedBucket) -> None:
         """Send the mean of each shard to its owner, while backward continues."""
-        self.receive()  # one message at a time, or memory would grow with the network's delay
         if bucket.gradients is None:
             bucket.make_room()
         assert bucket.gradients is not None
-        self.sent.append((bucket, ReduceScatter(bucket.gradients)))
+        self.sent.send(bucket, bucket.gradients)
         bucket.gradients, bucket.slots = None, {}
         self.next += 1
-
-    def receive(self) -> None:
-        for bucket, message in self.sent:
-            shard = message.wait()
-            bucket.shard = shard if bucket.shard is None else bucket.shard + shard
-        self.sent = []
 
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for the gradients that are still under way. Every rank must call it."""
         while self.next < len(self.buckets):  # one that lacks a gradient, and those behind it
             self.send(self.buckets[self.next])
-        self.receive()
+        self.sent.receive()
         self.next = 0
         parameters = [p for group in self.param_groups for p in group["params"]]
         missing = {

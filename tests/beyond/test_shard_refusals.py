@@ -75,6 +75,7 @@ REFUSED_MODELS = [  # the level, the model, the optimizer, and what the line say
     (FSDP, Tied, SGD, "embedding.weight and head.weight are one"),
     (ZERO_1, Tied, Adafactor, "Adafactor looks at whole parameters"),
     (FSDP, untied, type("Mine", (Adafactor,), {}), "Mine looks at whole parameters"),
+    (FSDP, lambda: nn.Linear(3, 2), SGD, "Linear has no child with trained parameters: nothing to"),
     (FSDP, mixed, SGD, "0 has parameters in torch.float32 and torch.float64: convert"),
     (FSDP, untied, SGD, "gave no gradient to unused.weight, unused.bias on"),
     (ZERO_2, Tied, SGD, "gave no gradient to parameter 1 of shape (3, 3), parameter 2"),
@@ -105,23 +106,15 @@ class ScaleUsedByOneRank(nn.Module):
         return hidden * self.scale if dist.get_rank() == 0 else hidden
 
 
-class BiasUsedByOneRank(nn.Linear):
-    def forward(self, inputs):
-        hidden = inputs @ self.weight
-        return hidden + self.bias if dist.get_rank() == 0 else hidden
-
-
 @on_ranks(2)
 def test_shard_a_parameter_that_one_rank_alone_uses_is_refused_at_once_on_every_rank(rank):
     """Every rank comes to the end of finish(): nobody is left waiting, so both can go on."""
     cases = [
-        (FSDP, ScaleUsedByOneRank(), "scale"),
-        (FSDP, nn.Sequential(BiasUsedByOneRank(3, 3)), "0.bias"),
-        (ZERO_2, ScaleUsedByOneRank(), "parameter 0 of shape (3,)"),
-        (ZERO_2, nn.Sequential(BiasUsedByOneRank(3, 3)), "parameter 1 of shape (3,)"),
+        (FSDP, "scale"),
+        (ZERO_2, "parameter 0 of shape (3,)"),
     ]
-    for level, model, name in cases:
-        training = changed_levels().by_hand(level, model, SGD, lr=0.1)
+    for level, name in cases:
+        training = changed_levels().by_hand(level, ScaleUsedByOneRank(), SGD, lr=0.1)
         training.model(torch.ones(2, 3)).sum().backward()
         words = f"gave no gradient to {name} on at least one rank: freeze"
         with pytest.raises(ValueError, match=re.escape(words)):
@@ -136,40 +129,6 @@ def test_shard_zero_takes_no_parameters_later(rank):
         optimizer = changed_levels().by_hand(level, model, SGD, lr=0.1).optimizer
         with pytest.raises(ValueError, match="parameters cannot be added later"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-
-
-class TiedByHand(nn.Module):
-    """Uses the weight of a layer in forward without calling that layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, 3)
-
-    def forward(self, tokens):
-        return self.embedding(tokens) @ self.embedding.weight.t()
-
-
-class WrongInside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-
-    def forward(self, tokens):
-        return self.layer(torch.ones(1, 4))
-
-
-@on_ranks(2)
-def test_shard_a_weight_used_outside_its_layer_is_refused_in_one_line(rank):
-    with pytest.raises(ValueError, match="failed outside of the layers") as caught:
-        fsdp.FSDP(TiedByHand())(torch.arange(5))
-    assert "\n" not in str(caught.value)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # a fault of the model
-        fsdp.FSDP(WrongInside())(torch.arange(5))
-    torch.manual_seed(0)
-    linear = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2))
-    inside = nn.Sequential(nn.Embedding(5, 3), linear).eval()  # the control
-    expected = inside(torch.arange(5))
-    assert torch.allclose(fsdp.FSDP(inside)(torch.arange(5)), expected)
 
 
 class ComputedAgain(nn.Module):
@@ -190,19 +149,6 @@ def test_shard_a_checkpoint_inside_a_layer_ends_with_torchs_error_about_sizes(ra
         loss = model(torch.ones(4, 3, requires_grad=True)).sum()
         with pytest.raises(CheckpointError, match="metadata") if computes_again else nullcontext():
             loss.backward()
-
-
-@on_ranks(2)
-def test_shard_zero_2_refuses_a_grad_scaler(rank):
-    model = nn.Linear(3, 2)
-    optimizer = zero.ShardedGradients(model.parameters(), SGD, lr=0.1)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(model(torch.ones(1, 3)).sum()).backward()
-    optimizer.finish()
-    with pytest.raises(
-        ValueError, match="GradScaler finds no gradients at the parameters of ZeRO-2"
-    ):
-        scaler.step(optimizer)
 
 
 @on_ranks(2)
@@ -234,28 +180,3 @@ def test_shard_zero_2_takes_one_backward_before_finish_and_no_step_before_it(ran
         optimizer.finish()
     optimizer.give_gradients()
     assert {g for own in optimizer.owned.values() for g in own.grad.tolist()} == {2.0}
-
-
-class Scaled(nn.Linear):
-    def forward(self, inputs, *, scale):
-        return super().forward(inputs) * scale
-
-
-class TakesKeyword(nn.Module):
-    def __init__(self, is_called: bool = True) -> None:
-        super().__init__()
-        self.layer, self.is_called = Scaled(3, 2), is_called
-
-    def forward(self, inputs):
-        if not self.is_called:
-            return inputs.square()
-        return self.layer(inputs, scale=inputs.new_ones(()))
-
-
-@on_ranks(2)
-def test_shard_fsdp_takes_keywords_and_refuses_a_model_without_layers(rank):
-    fsdp.FSDP(TakesKeyword())(torch.ones(1, 3))
-    with pytest.raises(ValueError, match="Linear has no child with trained parameters: nothing to"):
-        fsdp.FSDP(nn.Linear(3, 2))
-    with pytest.raises(ValueError, match=r"forward called no layer \(layer\)"):
-        fsdp.FSDP(TakesKeyword(is_called=False))(torch.ones(1, 3))

@@ -13,7 +13,6 @@ import torch.distributed as dist
 import launch
 from helpers.machine import free_port
 from helpers.refusals import assert_one_line, refusal
-from local_ranks.chapters import ROOT
 from local_ranks.on_ranks import gather_from_ranks, on_ranks
 from local_ranks.scripts import launcher_variables, run_script
 
@@ -76,26 +75,6 @@ def test_an_unknown_host_is_refused_and_a_busy_name_server_is_not(name_server, r
     with patch.object(socket, "getaddrinfo", side_effect=error):
         answer = answer_of(launch.require_address, "node-7")
     assert answer.startswith("MASTER_ADDR is node-7, which this") == refuses
-
-
-LOSES_THE_STORE = """
-import runpy, sys
-import torch.distributed as dist
-sys.path.insert(0, sys.argv[1])
-import agree
-def fail(*_):
-    raise dist.DistNetworkError("the store is gone")
-agree.Agreement = fail
-sys.argv[1:] = ["--device=cpu"]
-runpy.run_path("beyond/survive/train.py", run_name="__main__")
-"""
-
-
-def test_a_store_that_is_lost_before_the_watchdog_watches_ends_in_one_line(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(LOSES_THE_STORE)
-    [(status, output)] = run_script(str(script), str(ROOT / "beyond" / "survive"))
-    assert (status, output) == (2, "error: the store is gone\n")
 
 
 def test_a_torchrun_of_one_rank_in_a_step_of_several_tasks_does_not_wait(tmp_path):

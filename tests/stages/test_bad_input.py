@@ -63,13 +63,13 @@ WRONG_CALLS = {  # a stage or a program with its flags, and words of the line
     f"{FIT} {LIMIT} --image-size=15": "--image-size 16 or more",
     f"{FIT} {LIMIT} --model=resnet18 --batch-size=1": "for each channel: try --batch-size 2",
     f"{FIT} --memory-limit={HUGE}GiB": "expected a size above 0 and below 1048576GiB, like 512MiB",
-    f"{FIT} --batch-size={HUGE}": BILLION,
-    f"{FIT} {LIMIT} --image-size={ALMOST} --batch-size=1": "is more than torch can count: try",
+    f"{FIT} --batch-size={HUGE}": "at least 1 and less than 1048576 (",
+    f"{FIT} --image-size={ALMOST}": "at least 1 and less than 8192 (",
     f"beyond/forecast/forecast.py --step-ms=45 --image-size={ALMOST}": "does not suit resnet50: ",
     f"{SHM} missing.py": "missing.py is no file: expected python -m shm SCRIPT FLAGS",
     f"{COLLECTIVES} --world-size=10": f"'10', {WHOLE}, at least 1 and less than 10",
     f"{COLLECTIVES} {TOO_MANY}": f"a GPU for each of {GPUS + 1} ranks, here are {GPUS}: try --ba",
-    f"{COLLECTIVES} --backend=mpi": "--backend mpi is not built into this",
+    f"{COLLECTIVES} --backend=mpi": "invalid choice: 'mpi'",
     "04_ddp_torchrun/launch/rank_variables.py --nodes 33 32": "65 processes on this machine",
     "beyond/survive/own_loop.py": "own_loop.py FOLDER",
     "beyond/survive/own_loop.py nowhere": "expected a folder that exists: torchrun",
@@ -139,13 +139,6 @@ def test_a_right_call_is_not_refused(key, ranks, flags, tmp_path):
     answers = start(SCRIPTS[key], *flags)
     assert [status for status, _ in answers] == [0] * ranks, answers
     assert (tmp_path / "checkpoint.pt").exists()
-
-
-def test_a_step_of_which_torch_can_count_the_bytes_is_not_refused():
-    """The control of fit.py's limits: it counts 225 PB of parameters."""
-    flags = ("--image-size=30000000", "--channels=1", "--classes=999999999", "--batch-size=1")
-    [(status, output)] = run_script(FIT, LIMIT, *flags)
-    assert (status, "not even a batch of 1 fits" in output) == (0, True), output
 
 
 @pytest.mark.parametrize(("size", "refuses"), [(32, True), (33, False)])

@@ -5,10 +5,7 @@ test_shm_interruptions.py.
 """
 
 import os
-import shutil
 import signal
-import subprocess
-import sys
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from itertools import combinations
@@ -22,7 +19,7 @@ import torch.distributed as dist
 import shm  # noqa: F401 (the backend)
 from shm.segment import identity_of_file, open_if_identical
 from shm_cases import collect, needs_a_compiler, outcome_of, without_a_compiler
-from shm_ranks import patience, run_on_ranks
+from shm_ranks import run_on_ranks
 
 Op = dist.ReduceOp
 
@@ -149,42 +146,6 @@ def test_a_rank_opens_the_memory_of_rank_0_and_no_other_file_of_that_number(tmp_
     os.write(again, b"writable")
     for file in (again, *files.values()):
         os.close(file)
-
-
-IN_A_CONTAINER_OF_ITS_OWN = """
-import os, sys
-import torch.distributed as dist
-import shm
-rank, store, document = int(sys.argv[1]), *sys.argv[2:]
-assert os.getpid() == 1
-if rank == 1:
-    file = os.open(document, os.O_RDONLY)
-    for number in range(file + 1, 100):  # under the number of rank 0's memory, too
-        os.dup2(file, number)
-try:
-    dist.init_process_group("shm", init_method=f"file://{store}", rank=rank, world_size=2)
-except shm.segment.SharingError as error:
-    print(error)
-"""
-
-
-def test_a_rank_in_another_container_writes_to_no_file_that_is_open_there(tmp_path):
-    """A container is here a namespace of process numbers: both ranks are process 1 of theirs."""
-    unshare = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
-    if not shutil.which("unshare") or subprocess.run([*unshare, "true"]).returncode:
-        pytest.skip("unshare(1) cannot make a namespace of process numbers: it needs root")
-    document, processes = tmp_path / "document", []
-    content = bytes(2**25)  # more than two ranks share
-    document.write_bytes(content)
-    for rank in range(2):
-        rank_and_files = [str(rank), str(tmp_path / "store"), str(document)]
-        command = [*unshare, sys.executable, "-c", IN_A_CONTAINER_OF_ITS_OWN, *rank_and_files]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        processes.append(process)
-    outputs = [process.communicate(timeout=patience(60))[0].decode() for process in processes]
-    what = "ranks [1] cannot open the memory of rank 0, expected one machine, container and user"
-    assert outputs == [f"shm: {what}: try gloo\n"] * 2
-    assert document.read_bytes() == content
 
 
 # Calls that do not belong together

@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from stat import S_IWGRP, S_IWOTH
@@ -57,72 +57,39 @@ class CompileError(Exception):
     """There is no compiled code. The text says why."""
 
 
-def compiled() -> bytes:
-    """Compile fast.c; returns the shared library. Raises CompileError."""
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder, "fast.so")
-        command = [*COMPILER, *FLAGS, "-o", str(library), str(SOURCE)]
-        try:
-            subprocess.run(
-                command, check=True, capture_output=True, text=True, timeout=COMPILER_TIMEOUT
-            )
-        except FileNotFoundError:
-            what = f"got no compiler {COMPILER[0]}, expected one: install gcc, or set CC"
-            raise CompileError(what) from None
-        except subprocess.TimeoutExpired:
-            raise CompileError(f"{COMPILER[0]} has not ended after {COMPILER_TIMEOUT} s") from None
-        except subprocess.CalledProcessError as error:
-            raise CompileError(error.stderr.strip()) from None
-        return library.read_bytes()
+def compile_to(path: Path) -> None:
+    """Compile fast.c. Raises CompileError."""
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    command = [*COMPILER, *FLAGS, "-o", str(unfinished), str(SOURCE)]
+    try:
+        subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=COMPILER_TIMEOUT
+        )
+    except FileNotFoundError:
+        what = f"got no compiler {COMPILER[0]}, expected one: install gcc, or set CC"
+        raise CompileError(what) from None
+    except subprocess.TimeoutExpired:
+        raise CompileError(f"{COMPILER[0]} has not ended after {COMPILER_TIMEOUT} s") from None
+    except subprocess.CalledProcessError as error:
+        raise CompileError(error.stderr.strip()) from None
+    with unfinished.open("rb") as file:
+        os.fsync(file.fileno())  # otherwise a power cut could leave a part of it
+    unfinished.replace(path)  # atomic, since the other ranks do the same now
 
 
-def is_private(file: int) -> bool:
-    """Tell whether an open file or folder belongs to this user, and nobody else may change it."""
-    status = os.fstat(file)
-    return status.st_uid == os.geteuid() and not status.st_mode & (S_IWGRP | S_IWOTH)
-
-
-def open_cache() -> int | None:
-    """Open the user's folder for compiled code; return None if others may write to it."""
+def cache_folder() -> Path | None:
+    """Return the user's folder for compiled code; None if others may write to it."""
     try:
         path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "torch-shm")
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        status = path.stat()
     except (OSError, RuntimeError):  # there is no home directory, or it is not writable
         return None
-    if is_private(folder):
-        return folder
-    os.close(folder)
+    if status.st_uid == os.geteuid() and not status.st_mode & (S_IWGRP | S_IWOTH):
+        return path
     what = f"others may write to {path}, expected a folder of this user alone"
     warnings.warn(f"shm: {what}: so each process compiles {SOURCE.name} anew", stacklevel=2)
     return None
-
-
-@contextmanager
-def private_folder() -> Iterator[Path]:
-    """Yield a folder for code that will be run: the user's cache, or a temporary one.
-
-    The path of the cache leads through a descriptor, so what was checked is what will be used.
-    """
-    folder = open_cache()
-    if folder is not None:
-        try:
-            yield Path(f"/proc/self/fd/{folder}")
-        finally:
-            os.close(folder)
-    else:
-        with tempfile.TemporaryDirectory() as temporary:
-            yield Path(temporary)
-
-
-def digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:32]
-
-
-def is_intact(path: Path) -> bool:
-    """Tell whether a compiled file is this user's, and has the content that its name promises."""
-    with path.open("rb") as file:
-        return is_private(file.fileno()) and path.stem.endswith(digest(file.read()))
 
 
 def load_functions(path: Path) -> Any:
@@ -141,22 +108,16 @@ def load_functions(path: Path) -> Any:
 def library() -> Any:
     """Return the compiled functions; None, with a warning, if there are none.
 
-    Then Python does it all. A file in the cache is named for what was compiled, and for its own
-    content.
+    Then Python does it all. A file in the cache is named for what was compiled.
     """
     try:
         key = [*COMPILER, *FLAGS, SOURCE.read_text(), *sorted(set(cpu_features()))]
-        name = digest("\n".join(key).encode())
-        with private_folder() as folder:
-            for path in folder.glob(f"{name}-*.so"):
-                with suppress(*NOT_LOADED):
-                    if is_intact(path):
-                        return load_functions(path)
-            content = compiled()
-            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-                file.write(content)
-            path = folder / f"{name}-{digest(content)}.so"
-            os.replace(file.name, path)  # atomic, since the other ranks do the same now
+        name = hashlib.sha256("\n".join(key).encode()).hexdigest()[:32]
+        with tempfile.TemporaryDirectory() as temporary:
+            path = (cache_folder() or Path(temporary)) / f"{name}.so"
+            with suppress(*NOT_LOADED):
+                return load_functions(path)
+            compile_to(path)
             return load_functions(path)
     except (CompileError, *NOT_LOADED) as error:
         text = f"shm: {SOURCE.name} cannot be compiled, so Python adds up, which is slower: {error}"

@@ -10,13 +10,11 @@ read and written once, and memory lets that happen no faster than a copy. The wa
 
 import json
 import os
-import platform
-import subprocess
 import tempfile
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
-from datetime import date, timedelta
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import quantiles
@@ -56,7 +54,6 @@ def collective(name: str, size: int, rank: int, world_size: int) -> Callable[[An
     is_root = rank == 0
     return {
         "all_reduce": lambda group: dist.all_reduce(x, group=group),
-        "reduce": lambda group: dist.reduce(x, 0, group=group),
         "broadcast": lambda group: dist.broadcast(x, 0, group=group),
         "all_gather": lambda group: dist.all_gather(outs, ins[rank], group=group),
         "gather": lambda group: dist.gather(ins[rank], outs if is_root else None, 0, group),
@@ -143,8 +140,7 @@ def run_rank(rank: int, args: Any, store: str, results: Path) -> None:
     timeout, all_cores = timedelta(minutes=5), os.sched_getaffinity(0)
     dist.init_process_group("gloo", f"file://{store}", timeout, args.ranks, rank)
     group = dist.new_group(backend="shm")
-    if args.pin:
-        pin(rank, args.ranks)
+    pin(rank, args.ranks)
     own_cores = os.sched_getaffinity(0)
     cores = {"limit": own_cores, "gloo": all_cores, "shm": own_cores}
     python, rows = measure_python(), []
@@ -192,32 +188,6 @@ def line_about_python(rows: list[Row]) -> str:
     return f"Python's part of an all_reduce: {', '.join(parts)}"
 
 
-def provenance(args: Any) -> dict[str, Any]:
-    cpu = platform.machine()
-    for text in Path("/proc/cpuinfo").read_text().splitlines():
-        if text.startswith("model name"):
-            cpu = text.partition(": ")[2]
-    return {
-        "hardware": f"{cpu}, {len(os.sched_getaffinity(0))} cores",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "date": f"{date.today()}",
-        "load_average": round(os.getloadavg()[0], 2),
-        "commit": commit_of_source() or "unknown",
-        "command": "python -m shm.speed",
-        "pinned": args.pin,
-    }
-
-
-def commit_of_source() -> str:
-    """Return the commit of this file as git describes it; "" where there is no git, or no clone."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    except FileNotFoundError:
-        return ""
-
-
 def main() -> None:
     parser = ArgumentParser("python -m shm.speed", description=__doc__)
     parser.formatter_class = RawDescriptionHelpFormatter
@@ -225,19 +195,17 @@ def main() -> None:
     parser.add_argument("--calls", nargs="+", default=["all_reduce"], metavar="CALL")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, metavar="BYTES")
     parser.add_argument("--seconds", type=float, default=50, help="of measuring, together")
-    parser.add_argument("--no-pin", action="store_false", dest="pin", help="ranks may change cores")
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file, too")
     args = parser.parse_args()
-    where = provenance(args)
-    print(f"{where['hardware']}, load {where['load_average']:.1f}, torch {where['torch']}\n")
+    load = os.getloadavg()[0]
+    print(f"{os.cpu_count()} cores, load {load:.1f}, torch {torch.__version__}\n")
     print(table_line())
     print("| --- " * len(COLUMNS) + "|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         store, results = f"{folder}/store", Path(folder, "rows.json")
         torch.multiprocessing.spawn(run_rank, (args, store, results), nprocs=args.ranks)
-        measured = json.loads(results.read_text())
-    if args.out:
-        args.out.write_text(json.dumps({"provenance": where, **measured}, indent=1) + "\n")
+        if args.out:
+            args.out.write_text(results.read_text())
 
 
 if __name__ == "__main__":

@@ -13,15 +13,13 @@ in the queue; where it holds the lock, nobody could complete it first, so the ne
 
 import atexit
 import os
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from types import CodeType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch.futures import Future
@@ -30,11 +28,8 @@ from shm.segment import BELL, ENDED, LATE, CallSteps, Cause, Segment
 
 POLLS_PER_CHECK = 200  # polls of a call between two checks that the awaited ranks live
 NAP, MAX_NAP = 50e-6, 1e-3  # seconds
-FUTURE_WAIT = (
-    0.01  # seconds: DDP asks for a future at once, and waiting here is faster than a thread
-)
+FUTURE_WAIT = 0.01  # seconds: DDP asks for a future at once, and a thread would take longer
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 CallQueue = deque["Work"]  # calls that must be carried out in their order
 
 
@@ -42,15 +37,6 @@ def timeout_of(options: Any) -> timedelta | None:
     """Return the timeout in the options of a call, or None if the one of its group holds."""
     timeout = options.timeout if options else timedelta(-1)
     return timeout if timeout > timedelta(0) else None
-
-
-LOCK_HOLDERS: set[CodeType] = set()  # the code of each function that holds the process lock
-
-
-def lock_holder(function: Function) -> Function:
-    """Mark a function that holds the process lock: refuse_call_in_a_call looks for it."""
-    LOCK_HOLDERS.add(function.__code__)
-    return function
 
 
 class Work(dist.Work):
@@ -216,15 +202,14 @@ class CallScheduler:
     # The process lock. An exception may come between any two instructions. So whoever takes the
     # lock frees it in a `try` that begins before, and asks the lock itself whether it was taken
 
-    @lock_holder
     def run_locked(self, action: Callable[[], Any]) -> Any:
         """Hold the lock while action() runs, and return what it returns.
 
         Raises RuntimeError in the handler of a signal that came while its thread holds the lock.
         """
         if self.lock._is_owned():
-            self.refuse_call_in_a_call()
-            self.free_lock()
+            what = "got a call from the handler of a signal that has interrupted another one"
+            raise RuntimeError(f"shm: {what}: let it set a flag, and call where you read that")
         try:
             with self.lock:
                 return action()
@@ -236,19 +221,6 @@ class CallScheduler:
         while self.lock._is_owned():
             self.lock.release()
 
-    def refuse_call_in_a_call(self) -> None:
-        """Raise RuntimeError if this thread still runs the call that holds the lock.
-
-        If it does not, that call was cut off twice, the second time just before it freed the lock.
-        """
-        frame = sys._getframe(2)  # the caller of run_locked, which is marked as a holder itself
-        while frame:
-            if frame.f_code in LOCK_HOLDERS:
-                what = "got a call from the handler of a signal that has interrupted another one"
-                raise RuntimeError(f"shm: {what}: let it set a flag, and call where you read that")
-            frame = frame.f_back
-
-    @lock_holder
     def give_up(self, segment: Segment, error: BaseException) -> None:
         """End the group, because the other ranks go on with a call that is cut off here."""
         with self.lock:  # keeps the thread from announcing one more arrival afterwards
@@ -262,7 +234,6 @@ class CallScheduler:
             self.run_locked(partial(self.enqueue, queue, work))
         return work if work.done else self.carry_on(work, wait)
 
-    @lock_holder
     def begin_if_idle(
         self, segment: Segment, begin: Callable[..., Work], *arguments: Any
     ) -> Work | None:
@@ -385,7 +356,6 @@ class CallScheduler:
             nap = NAP if self.poll() else min(2 * nap, MAX_NAP)
             time.sleep(nap)
 
-    @lock_holder
     def stop(self) -> None:
         """End the thread before the interpreter ends: a thread killed in C++ would abort it."""
         self.stopped = True
