@@ -125,6 +125,8 @@ def play_all(rank: int) -> list[tuple[list[int], list[int]]]:
 
 def device_of(backend: str, world_size: int) -> str:
     """The device for a backend; UsageError if it cannot start this many ranks here."""
+    if not dist.is_backend_available(backend):
+        raise UsageError(f"--backend {backend} is not built into this torch: try --backend gloo")
     gpus = torch.cuda.device_count()
     if backend == "nccl" and world_size > gpus:
         few = f"--backend nccl needs a GPU for each of {world_size} ranks, here are {gpus}"

@@ -149,12 +149,18 @@ def test_a_conjugate_is_read_and_written_as_its_values():
 
 
 @on_ranks(2)
-def test_a_gathered_tensor_may_lie_in_its_own_place_of_the_output(rank):
-    """FSDP gathers in this way."""
-    output = torch.full((1_400_000,), float(rank))  # in pieces
-    own = output.chunk(2)[rank]
-    dist.all_gather_into_tensor(output, own, group=dist.new_group(backend="shm"))
-    assert output.view(2, -1).unique(dim=1).tolist() == [[0.0], [1.0]]
+def test_a_gathered_tensor_may_lie_where_an_output_is_written(rank):
+    group = dist.new_group(backend="shm")
+    for length, shift in product([3, 700_000], [-1, 0, 1]):  # the second one goes in pieces
+        for slot in range(2):
+            memory = torch.zeros(2 * length + 2)
+            outputs = list(memory[1:-1].split(length))
+            x = memory[1 + slot * length + shift :][:length]
+            sent = torch.arange(length, dtype=torch.float32) + 1e6 * (rank + 1)
+            x.copy_(sent)
+            everyone = [sent + 1e6 * (other - rank) for other in range(2)]
+            dist.all_gather(outputs, x, group=group)
+            assert all(map(torch.equal, outputs, everyone)), (length, shift, slot)
 
 
 @on_ranks(3)

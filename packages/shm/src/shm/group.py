@@ -21,6 +21,7 @@ from shm.messages import BOX_BYTES, CACHE_LINES_PER_BOX, Messages
 from shm.segment import CACHE_LINES_PER_RANK, MESSAGE_BELL, SPINS, CallSteps, Segment
 from shm.tensors import (
     Tensors,
+    copy_if_overlapping,
     equal_parts,
     flat,
     put_back,
@@ -200,7 +201,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         values = [flat(target) for target in targets]
         name = "all_gather" if root is None else "gather"
         call = encode_call(name, tensor.numel(), tensor.dtype, root)
-        yield from self.exchange.gather(flat(tensor), dict(enumerate(values)), call)
+        content = copy_if_overlapping(flat(tensor), values, self.rank())
+        yield from self.exchange.gather(content, dict(enumerate(values)), call)
         for target, value in zip(targets, values, strict=True):
             put_back(target, value)
 

@@ -60,6 +60,26 @@ def require_own_memory(outputs: Sequence[Tensor | Tensors]) -> None:
                 raise ValueError(f"shm: got {got}, expected {expected}")
 
 
+def memory_range(values: Tensor) -> tuple[int, int]:
+    """Return the addresses at which the memory of a tensor, (N,), begins and ends."""
+    begin, steps = values.data_ptr(), len(values) - 1
+    return begin, begin + (steps * values.stride(0) + 1) * values.itemsize
+
+
+def copy_if_overlapping(values: Tensor, outputs: Tensors, own: int) -> Tensor:
+    """Return the values; a copy if writing an output would change them.
+
+    outputs[own] may be the values themselves, because then nothing is written there.
+    """
+    begin, end = memory_range(values)
+    for rank, output in enumerate(outputs):
+        output_begin, output_end = memory_range(output)
+        is_in_place = rank == own and (output_begin, output_end) == (begin, end)
+        if begin < output_end and output_begin < end and not is_in_place:
+            return values.clone()
+    return values
+
+
 def require_same_size(tensors: Tensors, expected: Tensor) -> None:
     """Raise ValueError if a tensor has another number of elements, or dtype, than `expected`."""
     for tensor in tensors:
