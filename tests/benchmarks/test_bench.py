@@ -16,8 +16,8 @@ from benchmarks.tables import measurements
 from benchmarks.tables import pages as page_tables
 from benchmarks.variants import VARIANTS, Layout
 from helpers.refusals import assert_one_line, refusal
+from helpers.scripts import run_script
 from local_ranks.machine import scratch_folder
-from local_ranks.scripts import run_script
 from repository_pages import ALL_PAGES
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}

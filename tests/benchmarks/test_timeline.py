@@ -20,9 +20,9 @@ from benchmarks.measure import timeline_recorder
 from benchmarks.measure.recordings import median_step, read_recordings, recorder_variables
 from benchmarks.measure.timeline_recorder import MESSAGES, Kind, RecordedStep, Recording, Span
 from docs.pictures import timeline
+from helpers.on_ranks import run_on_ranks
 from helpers.refusals import assert_one_line, refusal
-from local_ranks.on_ranks import run_on_ranks
-from local_ranks.scripts import run_script
+from helpers.scripts import run_script
 
 PROGRAM = "benchmarks/timeline.py"
 

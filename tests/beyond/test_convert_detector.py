@@ -11,8 +11,8 @@ from PIL import Image
 
 import sync_batchnorm
 from convert_cases import DETECTOR, SMALL, converted, launch, load, proof, versions
+from helpers.on_ranks import run_on_ranks
 from local_ranks.machine import scratch_folder
-from local_ranks.on_ranks import run_on_ranks
 from repository_pages import ROOT
 
 ONE_BLOCK = "models.ResNet(models.resnet.BasicBlock, [1] * 4)"  # half of resnet18, so quicker

@@ -12,9 +12,9 @@ import torch
 
 import sync_batchnorm
 from convert_cases import EXAMPLES, load
+from helpers.on_ranks import run_on_ranks
+from helpers.scripts import launch_script
 from local_ranks.machine import scratch_folder
-from local_ranks.on_ranks import run_on_ranks
-from local_ranks.scripts import launch_script
 from local_ranks.stage_files import replace_once
 
 # In float64, with the same global batches and the same noise; SyncBatchNorm is stage 05's.

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gradient_order
 import step_model
+from helpers.on_ranks import on_ranks
 from helpers.outputs import output_of
 from helpers.refusals import assert_one_line, refusal
-from local_ranks.on_ranks import on_ranks
 from local_ranks.stage_files import LESSON_FOLDERS, fresh_module
 
 SLOW = step_model.Link(1e-3, 1e8)

@@ -10,10 +10,15 @@ from statistics import mean, stdev
 import pytest
 
 import check_answer
+from helpers.scripts import run_script
 from local_ranks.chapters import ROOT
-from local_ranks.machine import scratch_folder, timeout_under_load
+from local_ranks.machine import (
+    SECONDS,
+    scratch_folder,
+    timeout_under_load,
+    use_default_start_method,
+)
 from local_ranks.ranks import PROCESS_DEFAULTS
-from local_ranks.scripts import SECONDS, run_script, use_default_start_method
 from local_ranks.stage_files import replace_once
 
 PUZZLES = {puzzle.number: puzzle for puzzle in check_answer.PUZZLES}

@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW
 import zero
 from benchmarks.measure.sharding import held_by_kind
 from full_state import FullOptimizerState
-from local_ranks.on_ranks import on_ranks, run_on_ranks
+from helpers.on_ranks import on_ranks, run_on_ranks
 from shard_cases import (
     BY_HAND,
     OPTIMIZERS,

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fsdp
 import zero
+from helpers.on_ranks import gather_from_ranks, on_ranks
 from helpers.refusals import assert_one_line, refusal
-from local_ranks.on_ranks import gather_from_ranks, on_ranks
 from shard_cases import FSDP, ZERO_1, ZERO_2, Odd, changed_levels
 
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import fsdp
 import text_model
-from local_ranks.on_ranks import gather_from_ranks, on_ranks, run_on_ranks
+from helpers.on_ranks import gather_from_ranks, on_ranks, run_on_ranks
 from shard_cases import (
     BY_HAND,
     FSDP,

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 import launch
 from helpers.machine import free_port
+from helpers.on_ranks import gather_from_ranks, on_ranks
 from helpers.refusals import assert_one_line, refusal
+from helpers.scripts import launcher_variables, run_script
 from local_ranks.chapters import ROOT
-from local_ranks.on_ranks import gather_from_ranks, on_ranks
-from local_ranks.scripts import launcher_variables, run_script
 
 SCRIPT = "beyond/survive/train.py"
 

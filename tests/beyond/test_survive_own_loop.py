@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import launch
-from local_ranks.scripts import launch_script, run_script
+from helpers.scripts import launch_script, run_script
 from local_ranks.stage_files import LESSON_FOLDERS
 from repository_pages import fences
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import watchdog
 from helpers.machine import GLOO_TIMED_OUT, stopped_clock
-from local_ranks.on_ranks import run_on_ranks
+from helpers.on_ranks import run_on_ranks
 from local_ranks.ranks import PROCESS_DEFAULTS
 from local_ranks.stage_files import LESSON_FOLDERS, fresh_module
 

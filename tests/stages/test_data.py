@@ -17,8 +17,8 @@ import common.data
 from common.data import load_dataset, loader_options
 from common.models import build_model
 from common.options import UsageError
+from helpers.on_ranks import on_ranks, run_on_ranks
 from helpers.small_data import few_digits
-from local_ranks.on_ranks import on_ranks, run_on_ranks
 from local_ranks.train_stage import options
 
 

@@ -17,9 +17,9 @@ import compare
 import reducers
 import ring
 from common.options import UsageError
+from helpers.on_ranks import gather_from_ranks, on_ranks, run_on_ranks
 from helpers.small_data import few_digits
 from local_ranks.machine import scratch_folder
-from local_ranks.on_ranks import gather_from_ranks, on_ranks, run_on_ranks
 from local_ranks.run_files import Run
 from local_ranks.stage_files import Change
 from local_ranks.train_stage import default_dtype, load_stage, run_main, train_once

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sync_batchnorm
 from common.options import UsageError
-from local_ranks.on_ranks import on_ranks, run_on_ranks
+from helpers.on_ranks import on_ranks, run_on_ranks
 from local_ranks.stage_files import LESSON_FOLDERS, fresh_module
 
 # Samples of each rank: uneven, one of them alone, and of four ranks one has none at all.
