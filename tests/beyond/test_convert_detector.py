@@ -1,7 +1,6 @@
 """convert/detector: after three steps, two ranks train and judge it as one process does."""
 
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -106,25 +105,3 @@ def test_images_without_boxes_other_sizes_and_a_rank_with_fewer_batches_do_not_h
     status, output = launch(converted(DETECTOR), *flags)
     assert status == (0, 0), output
     assert re.search(r"epoch 2  loss \d", output[0])
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks", "old", "new", "says"),
-    [
-        ("detector.py", 0, "{", "", "JSONDecodeError"),
-        ("detector.py", 0, '"bbox": [', '"bbox": [1, ', "wrong annotation"),
-        ("detector.py", 0, ".png", ".jpg", "images without a file"),
-        ("converted", 2, "", "", "No such file"),
-        ("converted", 0, "", "", "start with torchrun"),
-    ],
-)
-def test_bad_input_ends_in_one_line_and_status_2(name, ranks, old, new, says):
-    folder, file = scratch_folder(), "annotations/instances_train.json"
-    if old:
-        shutil.copytree(scenes(), folder, dirs_exist_ok=True)
-        (folder / file).write_text((folder / file).read_text().replace(old, new))
-    script = converted(DETECTOR) if name == "converted" else DETECTOR / name
-    status, output = launch(script, f"--data-dir={folder}", ranks=ranks)
-    lines = [x for text in output for x in text.splitlines() if not x.startswith("rank ")]
-    assert ({*status}, [x[:7] for x in lines]) == ({2}, ["error: "] * len(status)), output
-    assert says in lines[0]

@@ -206,11 +206,6 @@ def test_linux_counts_the_bytes_that_the_formula_says(ranks):
             assert counted[dtype] == pytest.approx(expected, rel=0.02), dtype
 
 
-def test_a_round_without_steps_is_refused():
-    with pytest.raises(ValueError, match="got every=0, expected at least 1"):
-        local.LocalSGD(small(), every=0)
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [((), "one rank talks to nobody: start two"), (("--every=1",), "--every: got '1'")],

@@ -10,13 +10,10 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 
-import zero
 from benchmarks.measure.sharding import held_by_kind
-from full_state import FullOptimizerState
-from helpers.on_ranks import on_ranks, run_on_ranks
+from helpers.on_ranks import run_on_ranks
 from shard_cases import (
     BY_HAND,
     OPTIMIZERS,
@@ -98,25 +95,6 @@ def test_shard_a_run_saved_on_two_ranks_goes_on_on_three_and_in_a_plain_process(
         assert largest_difference(resumed_alone(state, name, optimizer), expected) < 1e-10
 
 
-@on_ranks(2)
-def test_shard_a_parameter_that_was_never_used_has_no_state_as_in_a_plain_optimizer(rank):
-    """ZeRO-1 takes such parameters. The first one of each bucket is among them."""
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3))
-    optimizer = zero.ShardedOptimizer(model.parameters(), AdamW, lr=0.1)
-    plain = AdamW(copy.deepcopy(model).parameters(), lr=0.1)
-    for stepped in (optimizer, plain):
-        [_, bias, weight, last] = stepped.param_groups[0]["params"]
-        (bias.sum() + weight.square().sum()).backward()
-        stepped.step()
-        assert last.grad is None
-    full_state = FullOptimizerState(model, optimizer)
-    full_state.collect()
-    rows, plain_rows = full_state.state_dict()["state"], plain.state_dict()["state"]
-    assert [*rows] == [*plain_rows] == [1, 2]
-    if rank == 0:
-        assert max(largest_difference(rows[number], plain_rows[number]) for number in rows) < 1e-6
-
-
 def held_when_resumed(rank: int, state: bytes, changes: tuple) -> dict[str, int]:
     """Bytes of the optimizer's state."""
     join("gloo")
@@ -142,17 +120,6 @@ def test_shard_a_resumed_rank_holds_only_its_part_of_the_state():
         assert min(held.values()) >= full_size
 
 
-def test_shard_the_rate_of_a_resumed_run_is_that_of_its_own_flags():
-    """An optimizer that loads its state makes new groups, so they are asked for each time."""
-    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    old_groups = optimizer.param_groups
-    full_state = FullOptimizerState(nn.Linear(1, 1), optimizer)
-    full_state.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    full_state.param_groups[0]["lr"] = 0.5
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    assert old_groups[0]["lr"] == 0.1, "the control: they are others now"
-
-
 def test_shard_the_library_reaches_the_same_weights_and_shares_its_checkpoints():
     """Saved by hand, resumed by PyTorch's classes, and the other way round."""
     cases = [
@@ -162,20 +129,3 @@ def test_shard_the_library_reaches_the_same_weights_and_shares_its_checkpoints()
     ]
     for weights, _ in run_on_ranks(2, resumed, cases)[0]:
         assert largest_difference(weights, one_process("transformer", "adamw")) < 1e-10
-
-
-@on_ranks(2)
-def test_shard_steps_after_a_load_do_not_change_what_was_loaded(rank):
-    model = nn.Linear(3, 2)
-    optimizer = zero.ShardedOptimizer(model.parameters(), AdamW, lr=0.1)
-    moments = {"step": torch.tensor(5.0)}
-    rows = {
-        number: moments | {key: torch.ones(p.shape) for key in ("exp_avg", "exp_avg_sq")}
-        for number, p in enumerate(model.parameters())
-    }
-    groups = [{**optimizer.param_groups[0], "params": [0, 1]}]
-    saved = {"state": rows, "param_groups": groups}
-    FullOptimizerState(model, optimizer).load_state_dict(saved)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    assert saved["state"][0]["step"] == 5

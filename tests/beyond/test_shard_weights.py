@@ -7,10 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim import SGD
 
-import fsdp
 import text_model
 from helpers.on_ranks import gather_from_ranks, on_ranks, run_on_ranks
 from shard_cases import (
@@ -27,7 +25,6 @@ from shard_cases import (
     largest_difference,
     train_steps,
 )
-from shards import clip_grad_norm
 
 CHOICES = (  # each pair of values occurs
     ("odd", "sgd", 1, None),
@@ -151,35 +148,6 @@ def test_shard_adamw_hides_a_missing_division():
     assert all(1e-10 < far < 1e-3 for far in run_on_ranks(2, all_distances, cases)[0])
 
 
-def trained_in_one_cycle(level: str, changes: tuple = ()) -> dict:
-    """OneCycleLR changes AdamW's first beta in each step, which it looks for in .defaults."""
-    training = changed_levels(changes).by_hand(level, build("odd"), AdamW, lr=0.01)
-    schedule = OneCycleLR(training.optimizer, max_lr=0.01, total_steps=len(batches("odd")))
-    for step in batches("odd"):
-        train_steps(training, [step])
-        schedule.step()
-    return collect(training)[0]
-
-
-@on_ranks(2)
-def test_shard_zero_takes_a_schedule_of_adamws_momentum(rank):
-    plain = build("odd")
-    optimizer = AdamW(plain.parameters(), lr=0.01)
-    schedule = OneCycleLR(optimizer, max_lr=0.01, total_steps=len(batches("odd")))
-    for inputs, labels in batches("odd"):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(plain(inputs), labels).backward()
-        optimizer.step()
-        schedule.step()
-    for level in (ZERO_1, ZERO_2):
-        state = trained_in_one_cycle(level)
-        assert rank > 0 or largest_difference(state, plain.state_dict()) < 1e-10
-        with pytest.raises(ValueError, match="optimizer must support momentum"):  # the control
-            trained_in_one_cycle(
-                level, (("zero.py", "{**self.inner.defaults, **options}", "options"),)
-            )
-
-
 class Weighted(nn.Module):
     """Has a weight whose gradient is the mean of the ranks' inputs."""
 
@@ -241,56 +209,3 @@ def test_shard_a_mean_that_float16_holds_is_no_inf_because_its_sum_would_be(rank
         assert set(means_in_float16(level)) == {40_000.0}, level
     for level in (ZERO_2, FSDP):  # the controls
         assert means_in_float16(level, no_division)[0] != 40_000.0
-
-
-class TakesParts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleDict({"first": nn.Linear(3, 4), "second": nn.Linear(4, 2)})
-
-    def forward(self, x):
-        return self.parts["second"](self.parts["first"](x))
-
-
-class TakesNested(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        first, second = nn.ModuleList([nn.Linear(3, 4)]), nn.ModuleList([nn.Linear(4, 2)])
-        self.groups = nn.ModuleList([first, second])
-        self.scales = nn.ParameterList([nn.Parameter(torch.full((2,), 2.0))])
-
-    def forward(self, x):
-        for group in self.groups:
-            for layer in group:
-                x = layer(x)
-        return x * self.scales[0]
-
-
-@on_ranks(2)
-def test_shard_fsdp_divides_module_dicts_and_nested_lists_and_leaves_bare_parameters_whole(rank):
-    """The sharded model computes what rank 0's model computes."""
-    for model, layers in (
-        (TakesParts(), ["parts.first", "parts.second"]),
-        (TakesNested(), ["groups.0.0", "groups.1.0"]),
-    ):
-        for parameter in model.parameters():
-            dist.broadcast(parameter.data, src=0)
-        inputs = torch.ones(1, 3)
-        expected = model(inputs)
-        sharded = fsdp.FSDP(model)
-        assert [layer.name for layer in sharded.layers] == layers
-        assert torch.allclose(sharded(inputs), expected)
-
-
-@on_ranks(2)
-def test_shard_clips_as_torch_does(rank):
-    """A gradient of nan, no gradient, and copies alone."""
-    gradients = [torch.tensor([float("nan")]), torch.ones(2)]
-    clip_grad_norm(gradients[:1], gradients[1:], 1.0)
-    assert all(gradient.isnan().all() for gradient in gradients)
-    torchs, without_gradient = nn.utils.clip_grad_norm_, [nn.Parameter(torch.ones(2))]
-    assert clip_grad_norm([], [], 1.0) == torchs(without_gradient, 1.0) == 0
-    weight = nn.Parameter(torch.ones(2))
-    weight.grad, copy = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])
-    assert clip_grad_norm([], [copy], 1.0) == torchs([weight], 1.0) == 5
-    assert torch.equal(copy, weight.grad)

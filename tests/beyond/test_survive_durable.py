@@ -162,14 +162,6 @@ def test_a_save_that_fails_says_what_is_left_and_deletes_nothing(
     assert ["damaged" if file.read_bytes() == b"junk" else step_of(file) for file in files] == left
 
 
-def test_a_checkpoint_that_cannot_be_renamed_stays_where_it_is(two):
-    """The folder has become read-only."""
-    read_only = patch("pathlib.Path.replace", side_effect=PermissionError("read-only"))
-    with read_only, pytest.raises(durable.CheckpointError, match="the one before is whole"):
-        save(two, 3)
-    assert (step_of(two), step_of(durable.previous_path(two))) == (2, 1)
-
-
 def read_bytes(function, *args: object) -> int:
     """What this process reads from files in the meantime, from the disk or from its cache."""
 

@@ -1,15 +1,11 @@
 """survive's modules work alone, and in a loop that is not of this project: own_loop.py."""
 
-import os
 import re
-import runpy
 import sys
-from unittest.mock import patch
 
 import pytest
 import torch
 
-import launch
 from helpers.scripts import launch_script, run_script
 from local_ranks.stage_files import LESSON_FOLDERS
 from repository_pages import fences
@@ -85,16 +81,3 @@ def test_a_loop_of_ones_own_stops_and_resumes_to_the_bit(tmp_path):
     assert torch.equal(weights("parts/checkpoint.pt"), weights("whole/checkpoint.pt"))
     earlier = weights("parts/checkpoint.before.pt")
     assert not torch.equal(weights("whole/checkpoint.pt"), earlier), "the control"
-
-
-@pytest.mark.parametrize(("gpus", "device"), [(1, "cuda:0"), (2, "cuda:1"), (0, "cpu")])
-def test_a_loop_of_ones_own_takes_a_gpu_that_it_sees(gpus, device, tmp_path, monkeypatch):
-    """Local rank 1. srun may show each rank one GPU only, which is GPU 0 for all of them."""
-    torchrun = dict(zip(launch.TORCHRUN, "1122", strict=True))
-    cuda = patch.multiple(torch.cuda, is_available=lambda: gpus > 0, device_count=lambda: gpus)
-    monkeypatch.setattr(sys, "argv", ["own_loop.py", str(tmp_path)])
-    with cuda, patch.dict(os.environ, torchrun), patch("launch.join_process_group") as join:
-        join.side_effect = StopIteration
-        with pytest.raises(StopIteration):
-            runpy.run_path(str(OWN_LOOP), run_name="__main__")
-    assert str(join.call_args.args[0]) == device

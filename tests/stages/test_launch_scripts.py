@@ -151,29 +151,6 @@ def test_sigterm_reaches_the_ranks_and_the_script_ends_with_their_status(tmp_pat
 
 
 RANK = "trap 'kill $!; exit 0' TERM; sleep 300 & touch $READY; wait"  # as if it had saved
-NO_RANKS_YET, A_RANK = "touch $READY; exec sleep 300", "rank & wait $!"
-OF_A_NODE = {"NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
-
-
-@pytest.mark.parametrize(
-    ("script", "torchrun", "status"),
-    [
-        ("one_node.sh", A_RANK, 0),
-        ("two_nodes.sh", A_RANK, 0),
-        ("elastic.sh", A_RANK, 0),
-        ("one_node.sh", NO_RANKS_YET, 143),
-    ],
-)
-def test_without_pgrep_sigterm_reaches_the_ranks_or_else_torchrun(
-    script, torchrun, status, tmp_path
-):
-    """A program of the shell stands in for torchrun."""
-    path = path_with(tmp_path, torchrun=torchrun, rank=RANK, pgrep="exit 127")
-    ready = tmp_path / "ready"
-    process = begin("bash", LAUNCH / script, PATH=path, READY=ready, **OF_A_NODE)
-    until(ready.exists)
-    process.send_signal(signal.SIGTERM)
-    assert end(process) == (status, "")
 
 
 def test_one_node_trains_on_a_machine_that_cannot_resolve_its_own_name(tmp_path):

@@ -194,18 +194,6 @@ def test_models_that_differ_between_ranks_or_train_nothing_are_refused_on_all_of
         assert error.removeprefix("rank 1 has ").startswith(words)
 
 
-@on_ranks(2)
-def test_a_backward_that_gave_no_gradient_leaves_the_parameters_without_and_the_next_counts(rank):
-    for name in NAMES:
-        model = mixed(seed=rank)
-        reducer = new_reducer(name, model)
-        reducer.finish()
-        assert all(parameter.grad is None for parameter in model.parameters()), name
-        model(*batches(0, 0)).square().mean().backward()
-        reducer.finish()
-        assert model.decode.bias.grad is not None, "the control"
-
-
 LENGTHS, DTYPES = (0, 1, 2, 3, 7, 64, 10_007), (torch.float64, torch.float16, torch.bfloat16)
 
 

@@ -1,13 +1,11 @@
 """The folder of a run: no file half written, and nothing of an older run in it."""
 
 import json
-import re
 
 import pytest
 import torch
 
-from common.options import UsageError
-from common.run_folder import set_aside, write_atomically
+from common.run_folder import set_aside
 from helpers.refusals import SCRIPTS, assert_one_line
 from helpers.scripts import run_script
 from helpers.small_data import few_digits
@@ -98,27 +96,6 @@ def test_a_run_that_ends_before_it_saves_takes_nothing_from_the_log(tmp_path, lo
     assert log() == list(range(1, 11))
 
 
-def test_a_run_that_is_killed_while_it_saves_resumes_from_the_checkpoint_before(tmp_path, log):
-    """It is then the only one."""
-    train("survive", 1, *FIVE_STEPS, "--epochs=2", **FP32, folder=tmp_path)
-    assert log() == list(range(1, 11))
-    (tmp_path / "checkpoint.pt").unlink()
-    run = train("survive", 1, *FIVE_STEPS, "--epochs=3", "--resume=auto", **FP32, folder=tmp_path)
-    assert re.findall(r"epoch (\d)/3", run.output) == ["2", "3"]
-    assert log() == list(range(1, 16))
-    assert not (tmp_path / "old1").exists()
-
-
-def test_a_run_that_finds_nothing_to_resume_is_new_and_sets_the_old_log_aside(tmp_path, log):
-    train("survive", 1, *FIVE_STEPS, "--epochs=2", **FP32, folder=tmp_path)
-    assert log() == list(range(1, 11))
-    for file in tmp_path.glob("checkpoint*"):
-        file.rename(tmp_path / f"my-{file.name}")
-    run = train("survive", 1, *FIVE_STEPS, "--resume=auto", **FP32, folder=tmp_path)
-    assert log("old1/metrics.jsonl") == list(range(1, 11))
-    assert [line["step"] for line in run.metrics] == list(range(1, 6))
-
-
 # Old runs, and a full disk
 
 
@@ -166,14 +143,6 @@ def test_a_full_disk_ends_stage_01_in_one_line_and_the_old_checkpoint_stays(full
     assert "Traceback" not in output
     left = {path.name: path.read_bytes() for path in (run_dir / "old1").iterdir()}
     assert left == before
-
-
-def test_a_file_that_does_not_fit_leaves_the_one_before(full_disk):
-    write_atomically(full_disk / "a.json", b"old")
-    fill(full_disk)
-    with pytest.raises(UsageError, match=r"cannot write to --run-dir .*No space left.*: make room"):
-        write_atomically(full_disk / "a.json", bytes(9999))
-    assert (full_disk / "a.json").read_bytes() == b"old"
 
 
 READER_LEAVES = """
