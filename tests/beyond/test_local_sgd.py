@@ -89,7 +89,10 @@ ALONE = (LOCAL_SGD, MEAN_OF_ALL, "change")
 STEPS = 8
 
 
-def h_1_is_ddp(rank: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_c44_h_1_with_sgd_is_ddp(rank, world_size):
+    """They agree to 1e-12 in float64, with and without momentum inside, which is linear as well."""
     once = {"every": 1, **MEAN}
     other_options = {"every": 2}, {"momentum": 0.9}, {"lr": 0.7}
     for make_optimizer in (plain_sgd, momentum_sgd):
@@ -104,17 +107,6 @@ def h_1_is_ddp(rank: int) -> None:
             assert distance(control, ddp) > 1e-3, change
     # The mean of linear steps is the step of the mean. Adam's step is not linear.
     assert distance(by_local_sgd(adam_w, STEPS, **once), by_ddp(adam_w, STEPS)) > 1e-3
-
-
-@on_ranks(2)
-def test_c44_h_1_with_sgd_is_ddp_on_2_ranks(rank):
-    """They agree to 1e-12 in float64, with and without momentum inside, which is linear as well."""
-    h_1_is_ddp(rank)
-
-
-@on_ranks(3)
-def test_c44_h_1_with_sgd_is_ddp_on_3_ranks(rank):
-    h_1_is_ddp(rank)
 
 
 def in_one_process(ranks: int, rounds: list[int], lr: float, momentum: float):

@@ -77,10 +77,10 @@ HALF_ANSWERS = {  # they look like answers
 
 def wrong_answers(puzzle) -> dict[str, str]:
     source = puzzle.story.script
-    emptied = STEP.sub(r"\1pass", source)
-    assert emptied != source
     moved = replace_once(puzzle.story.cure, MOVED[puzzle.number])
-    wrong = {"nothing": f"{source}\n# looks right to me\n", "moved": moved, "emptied": emptied}
+    wrong = {"nothing": f"{source}\n# looks right to me\n", "moved": moved}
+    if puzzle.number == 1:  # one rank no longer trains, which is found in the same way in all
+        wrong["emptied"] = STEP.sub(r"\1pass", source)
     if puzzle.number in HALF_ANSWERS:
         wrong["half"] = replace_once(source, *HALF_ANSWERS[puzzle.number])
     return wrong
@@ -111,7 +111,7 @@ def verdicts(number: int, sources: dict[str, str]) -> dict[str, tuple[bool, str]
 
 
 @each_puzzle
-def test_the_answer_is_right_and_three_others_are_refused(number):
+def test_the_answer_is_right_and_others_are_refused(number):
     puzzle = PUZZLES[number]
     sources = {"ours": puzzle.story.cure, **wrong_answers(puzzle)}
     if number in OTHER_ANSWERS:
@@ -119,7 +119,8 @@ def test_the_answer_is_right_and_three_others_are_refused(number):
     said = verdicts(number, sources)
     right = {name for name, (is_right, _) in said.items() if is_right}
     assert right == {"ours", "other"} & {*sources}, said
-    assert "one rank alone no longer computes" in said["emptied"][1]
+    if "emptied" in said:
+        assert "one rank alone no longer computes" in said["emptied"][1]
     # These are seen by the check of its own, before prove is asked.
     seen = "two ranks do not compute|the two ranks|in .+ has been drawn before"
     for name in {"nothing", "moved", "half"} & {*said}:
@@ -189,34 +190,6 @@ def test_a_mistake_costs_more_than_the_seeds_do(number):
     sign = -1 if PUZZLES[number].measure in HIGHER_IS_BETTER else 1
     costs = [sign * (a - b) for a, b in zip(runs["with"], runs["without"], strict=True)]
     assert mean(costs) > 2 * stdev(costs) / len(costs) ** 0.5
-
-
-BAD_FILES = {  # how a name in the folder ends, what it holds (None: it is a folder), and the line
-    "a file": ("", "mine", "error: cannot use --folder run ([Errno 20] Not a directory: "),
-    "no script": (
-        "/03/train.py",
-        None,
-        "error: run/03/train.py is gone, expected your copy of t",
-    ),
-    "a cut list": ("/solved.json", "[3, ", "error: run/solved.json is damaged (Expecting value: "),
-    "no list": ("/solved.json", "3", "error: run/solved.json is damaged ('int' object is not "),
-    "no numbers": ("/solved.json", '[""]', "error: run/solved.json is damaged (invalid literal "),
-}
-
-
-@pytest.mark.parametrize(("name", "content", "line"), BAD_FILES.values(), ids=BAD_FILES)
-def test_a_file_that_is_no_puzzles_is_refused(name, content, line, tmp_path):
-    path = tmp_path / f"run{name}"
-    if content is None:
-        path.mkdir(parents=True)
-    else:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(content)
-    number = [] if "solved" in name else ["3"]
-    script = "beyond/puzzles/check_answer.py"
-    [(status, output)] = run_script(script, *number, "--folder=run", cwd=tmp_path)
-    assert (status, output.count("\n")) == (2, 1), output
-    assert output.startswith(line)
 
 
 def test_a_reader_gets_a_script_corrects_it_and_is_told_what_it_cost(tmp_path):

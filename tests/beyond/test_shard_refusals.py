@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Adafactor
 
-import fsdp
 import zero
 from helpers.on_ranks import gather_from_ranks, on_ranks
 from helpers.refusals import assert_one_line, refusal
@@ -114,40 +113,6 @@ def test_shard_a_parameter_that_one_rank_alone_uses_is_refused_at_once_on_every_
         with pytest.raises(ValueError, match=re.escape(words)):
             training.finish()
         assert gather_from_ranks(rank) == [0, 1]
-
-
-class TiedByHand(nn.Module):
-    """Uses the weight of a layer in forward without calling that layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, 3)
-
-    def forward(self, tokens):
-        return self.embedding(tokens) @ self.embedding.weight.t()
-
-
-class WrongInside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-
-    def forward(self, tokens):
-        return self.layer(torch.ones(1, 4))
-
-
-@on_ranks(2)
-def test_shard_a_weight_used_outside_its_layer_is_refused_in_one_line(rank):
-    with pytest.raises(ValueError, match="failed outside of the layers") as caught:
-        fsdp.FSDP(TiedByHand())(torch.arange(5))
-    assert "\n" not in str(caught.value)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # a fault of the model
-        fsdp.FSDP(WrongInside())(torch.arange(5))
-    torch.manual_seed(0)
-    linear = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2))
-    inside = nn.Sequential(nn.Embedding(5, 3), linear).eval()  # the control
-    expected = inside(torch.arange(5))
-    assert torch.allclose(fsdp.FSDP(inside)(torch.arange(5)), expected)
 
 
 @on_ranks(2)

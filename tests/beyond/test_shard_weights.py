@@ -188,24 +188,3 @@ def test_shard_all_ranks_skip_a_step_in_which_one_of_them_has_an_inf(rank):
         assert gather_from_ranks(steps_with_a_scaler(level)) == of_ddp
     alone = gather_from_ranks(steps_with_a_scaler(FSDP, (("fsdp.py", "self.spread_overflow()"),)))
     assert [scales[0] for scales, _ in alone] == [512.0, 1024.0], "the control"
-
-
-def means_in_float16(level: str, changes: tuple = ()) -> list[float]:
-    """The gradients that this rank gets if each rank's are 40,000."""
-    training = changed_levels(changes).by_hand(level, Weighted().half(), SGD, lr=0.0)
-    training.model(torch.full((1, 4), 40_000.0, dtype=torch.float16)).sum().backward()
-    training.finish()
-    if level == ZERO_2:
-        training.optimizer.give_gradients()
-    is_zero_2 = level == ZERO_2
-    parameters = training.optimizer.owned.values() if is_zero_2 else training.model.parameters()
-    return [value for p in parameters for value in p.grad.flatten().tolist()]
-
-
-@on_ranks(2)
-def test_shard_a_mean_that_float16_holds_is_no_inf_because_its_sum_would_be(rank):
-    no_division = (("shards.py", "flat.div_(dist.get_world_size())", "flat"),)
-    for level in ("none", ZERO_1, ZERO_2, FSDP):
-        assert set(means_in_float16(level)) == {40_000.0}, level
-    for level in (ZERO_2, FSDP):  # the controls
-        assert means_in_float16(level, no_division)[0] != 40_000.0

@@ -1,5 +1,4 @@
-"""Rooms import from rooms as CONTRIBUTING.md says, no import leads back to its own module, and a
-program is never mistaken for another one."""
+"""Rooms import from rooms as CONTRIBUTING.md says; no program is mistaken for another one."""
 
 import ast
 import json

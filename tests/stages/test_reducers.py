@@ -174,26 +174,6 @@ def test_reducers_refuse_sparse_gradients_and_a_second_backward_before_finish(ra
             new_reducer(name, nn.Embedding(5, 2, sparse=True))
 
 
-@on_ranks(2)
-def test_models_that_differ_between_ranks_or_train_nothing_are_refused_on_all_of_them(rank):
-    frozen = nn.Linear(3, 2)
-    frozen.bias.requires_grad_(rank == 0)
-    longer = nn.Sequential(*(nn.Linear(3, 3) for _ in range(1 + rank)))
-    models = {
-        nn.Linear(3, 2 + rank): "weight [3, 3] F32, trained where rank 0 has weight [2, 3]",
-        longer: "1.weight [3, 3] F32, trained where rank 0 has nothing",
-        frozen: "bias [2] F32 where rank 0 has bias [2] F32, trained",
-        nn.BatchNorm1d(1 + rank, affine=False): "running_mean [2] F32 where rank 0 has running_",
-        [nn.Linear(3, 2), nn.Linear(3, 2).double()][rank]: "weight [2, 3] torch.float64, trained",
-        nn.Linear(2, 2).requires_grad_(False): "the model has no parameter that is trained",
-    }
-    for (model, words), name in product(models.items(), NAMES):
-        with pytest.raises(UsageError) as caught:
-            new_reducer(name, model)
-        error = str(caught.value).replace("torch.float32", "F32")
-        assert error.removeprefix("rank 1 has ").startswith(words)
-
-
 LENGTHS, DTYPES = (0, 1, 2, 3, 7, 64, 10_007), (torch.float64, torch.float16, torch.bfloat16)
 
 

@@ -3,14 +3,12 @@
 import json
 
 import pytest
-import torch
 
 from common.run_folder import set_aside
 from helpers.refusals import SCRIPTS, assert_one_line
 from helpers.scripts import run_script
 from helpers.small_data import few_digits
 from helpers.small_disk import CANNOT_MOUNT, fill, small_disk
-from local_ranks.chapters import ROOT
 from local_ranks.run_files import read_metrics
 from local_ranks.train_stage import FP32, ONE_EPOCH, train
 
@@ -143,29 +141,3 @@ def test_a_full_disk_ends_stage_01_in_one_line_and_the_old_checkpoint_stays(full
     assert "Traceback" not in output
     left = {path.name: path.read_bytes() for path in (run_dir / "old1").iterdir()}
     assert left == before
-
-
-READER_LEAVES = """
-import os, runpy, sys
-class Pipe:
-    def write(self, text):
-        if text.startswith("epoch 1"):
-            raise BrokenPipeError
-    def flush(self):
-        pass
-
-sys.stdout, sys.path[0] = Pipe(), {folder!r}
-runpy.run_path({script!r}, run_name="__main__")
-"""
-
-
-@pytest.mark.parametrize("key", ["01", "survive"])
-def test_a_run_whose_reader_leaves_as_after_head_has_saved_the_epoch(key, tmp_path):
-    script, path = ROOT / SCRIPTS[key], tmp_path / "script.py"
-    path.write_text(READER_LEAVES.format(folder=str(script.parent), script=str(script)))
-    flags = ("--device=cpu", *FIVE_STEPS, f"--run-dir={tmp_path}")
-    [(status, output)] = run_script(str(path), *flags)
-    assert status == 1, output
-    assert "BrokenPipeError" in output
-    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["epoch"] == 1
-    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
