@@ -17,8 +17,13 @@ import torch.distributed as dist
 
 from common.options import make_parser
 from local_ranks.chapters import ROOT
-from local_ranks.machine import scratch_folder
-from local_ranks.on_ranks import run_on_ranks
+from local_ranks.machine import (
+    SECONDS,
+    scratch_folder,
+    timeout_under_load,
+    use_default_start_method,
+)
+from local_ranks.ranks import run_ranks
 from local_ranks.run_files import Run
 from local_ranks.stage_files import LESSON_FOLDERS, Change, fresh_module
 
@@ -80,6 +85,7 @@ def train_rank(
     rank: int, key: str, flags: tuple, dtype: torch.dtype, changes: tuple[Change, ...]
 ) -> tuple[dict, str]:
     """Be one rank of `train`; return its last weights and what it prints."""
+    use_default_start_method()
     stage: Any = load_stage(key, changes)
     models: list[torch.nn.Module] = []
     build = stage.build_model
@@ -107,7 +113,8 @@ def train(
     folder = folder or scratch_folder()
     flags = (*ON_CPU, f"--run-dir={folder}", *flags)
     flags += (f"--world-size={world_size}",) if key == "03" else ()
-    ranks = run_on_ranks(world_size, train_rank, key, flags, dtype, changes)
+    run = (train_rank, key, flags, dtype, changes)
+    ranks = run_ranks(world_size, *run, backend=None, seconds=timeout_under_load(SECONDS))
     return Run(folder, [state for state, _ in ranks], ranks[0][1])
 
 

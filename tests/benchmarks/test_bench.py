@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from functools import cache
 
 import pytest
@@ -16,8 +15,8 @@ from benchmarks.tables import measurements
 from benchmarks.tables import pages as page_tables
 from benchmarks.variants import VARIANTS, Layout
 from helpers.refusals import assert_one_line, refusal
+from helpers.scripts import run_script
 from local_ranks.machine import scratch_folder
-from local_ranks.scripts import run_script
 from repository_pages import ALL_PAGES
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -95,59 +94,6 @@ def test_speeds_of_several_ranks_are_shares_of_what_processes_reach_that_never_t
     assert rows[ceiling]["label"] == "ceiling: 2 processes that never talk"
     assert rows[ceiling]["samples_per_second"] == 120 / 0.004
     assert " 80% (80% to 80%)" in measurements.stages(results)
-
-
-def test_a_stage_that_fails_is_left_out_unless_the_others_are_compared_with_it(monkeypatch):
-    def run_quietly(key, ranks, device, *flags, threads):
-        if key in failing:
-            raise SystemExit(1)
-        return stage_runs.StageRun({}, STEPS)
-
-    monkeypatch.setattr(stages, "run_quietly", run_quietly)
-    failing = {"04"}
-    results = stages.measure_stages(Effort(rounds=2), keys=("01", "04", "05"))
-    assert [*results["variants"]] == ["01", "05", AA]
-    assert results["skipped"] == {"04 DDP": "a run of it failed"}
-    failing = {"01"}
-    with pytest.raises(SystemExit):
-        stages.measure_stages(Effort(rounds=2), keys=("01", "04", "05"))
-
-
-def test_a_run_that_fails_prints_its_message_and_ends_with_its_status(capsys):
-    with pytest.raises(SystemExit) as caught:
-        stage_runs.run_quietly("01", 1, "cpu", "--batch-size=0")
-    assert caught.value.code == 2
-    assert capsys.readouterr().err.startswith("error: argument --batch-size: got '0'")
-
-
-@pytest.mark.parametrize(
-    ("call", "files"),
-    [
-        ("reducers", {"reducers.json"}),
-        ("process_memory", {f"{result_files.MACHINE}.json"}),
-        ("process_memory --quick", set()),
-        ("process_memory --quick --out=mine.json", {"mine.json"}),
-    ],
-)
-def test_a_complete_run_writes_its_file_and_any_run_the_one_that_out_names(
-    call, files, tmp_path, monkeypatch
-):
-    results = committed(call.split()[0])
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(sys, "argv", ["benchmarks/bench.py", *call.split()])
-    monkeypatch.setattr(bench, "measure", lambda name, effort: results)
-    monkeypatch.setattr(bench, "RESULTS", tmp_path)
-    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
-    bench.main()
-    written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.json")}
-    assert written == files
-
-
-@pytest.mark.parametrize(("commit", "notes"), [("c8ab422", 0), ("c8ab422-dirty", 1)])
-def test_results_whose_commit_does_not_hold_their_program_say_so(commit, notes, tmp_path, capsys):
-    result_files.save(tmp_path / "results.json", {"provenance": {"commit": commit}})
-    assert capsys.readouterr().out.count("\nnote: programs had changes ") == notes
 
 
 def test_a_changed_program_makes_a_commit_dirty_and_stored_results_do_not(tmp_path, monkeypatch):

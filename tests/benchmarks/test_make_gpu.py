@@ -38,20 +38,6 @@ def test_it_runs_every_test_that_needs_a_gpu_and_programs_that_exist():
     assert len(steps) == len(list_steps("cuda")), "each has a name of its own"
 
 
-@pytest.mark.usefixtures("one_gpu")
-def test_the_rehearsal_runs_what_a_gpu_does_but_for_what_only_gpus_refuse_or_run():
-    rehearsed, real = ([step.name for step in list_steps(d)] for d in ("cpu", "cuda"))
-    left_out = [name for name in real if name not in rehearsed]
-    assert [name for name in real if name in rehearsed] == rehearsed
-    assert left_out == [
-        "collectives over nccl",
-        "FSDP over gloo",
-        "two ranks over nccl",
-        "two of minimal",
-        "two that may",
-    ]
-
-
 def test_it_needs_no_more_than_torch_torchvision_and_tabulate_and_no_git(tmp_path):
     """Our packages are found where they lie, because they are not installed there."""
     python = make_environment(tmp_path, "torch", "torchvision", "tabulate")
@@ -102,13 +88,6 @@ def test_what_is_done_is_not_done_again_unless_the_programs_have_changed(tmp_pat
         assert [log.count(f"\n$ {step.text}\n") for step in (good, bad)] == runs
 
 
-def test_a_file_holds_the_results_of_one_kind_of_gpu_and_keeps_those_not_measured_again(tmp_path):
-    good, other = (GpuStep(name, python(WRITE), 60) for name in ("good", "other"))
-    run_steps(tmp_path, good, other)
-    assert set(run_steps(tmp_path, good, commit="another")) == {"good", "other"}
-    assert set(run_steps(tmp_path, good, hardware="1 x another GPU")) == {"good"}
-
-
 GRANDCHILD = (
     "child = subprocess.Popen(['sleep', '1000'], start_new_session=True)",
     "pathlib.Path('{folder}', 'pid.json').write_text(str(child.pid))",
@@ -124,13 +103,6 @@ def test_a_command_that_takes_too_long_ends_with_all_it_has_started_and_keeps_it
     while is_running(row["results"]["pid"]):  # the kernel takes its time to end what was killed
         assert time.monotonic() - began < 500  # it has not slept to its end
         time.sleep(0.01)
-
-
-def test_when_time_is_over_the_steps_that_are_left_do_not_begin(tmp_path):
-    steps = [GpuStep(name, python(), 60) for name in "ab"]
-    report = gpu.Report(tmp_path, ORIGIN)
-    assert gpu.run_all(steps, report, gpu.SECONDS_APART) == ["a", "b"]
-    assert report.results["steps"] == {}
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
@@ -20,9 +18,9 @@ from benchmarks.measure import timeline_recorder
 from benchmarks.measure.recordings import median_step, read_recordings, recorder_variables
 from benchmarks.measure.timeline_recorder import MESSAGES, Kind, RecordedStep, Recording, Span
 from docs.pictures import timeline
+from helpers.on_ranks import run_on_ranks
 from helpers.refusals import assert_one_line, refusal
-from local_ranks.on_ranks import run_on_ranks
-from local_ranks.scripts import run_script
+from helpers.scripts import run_script
 
 PROGRAM = "benchmarks/timeline.py"
 
@@ -126,36 +124,6 @@ def test_the_replicas_of_data_parallel_are_threads_and_around_them_the_process_c
     assert [lane.name for lane in replicas] == ["replica 0", "replica 1"]
     assert all([kind for kind, *_ in lane.parts] == ["forward"] for lane in replicas)
     assert [kind for kind, *_ in process.parts] == ["backward", "optimizer", "sending", "sending"]
-
-
-def _train_sharded(rank: int, folder: Path, known: str) -> None:
-    """known: the collectives of these names are watched."""
-    dist.init_process_group("gloo")
-    os.environ |= recorder_variables(folder) | {"TIMELINE_COLLECTIVES": known}
-    recorder = timeline_recorder.install()
-    model = nn.Linear(8, 8)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    optimizer = SGD(model.parameters(), 0.1)
-    for _ in range(7):
-        model(torch.ones(4, 8)).sum().backward()
-        optimizer.step()
-    recorder.save()
-
-
-def messages_of_fully_shard(folder: Path, known: str) -> int:
-    """Count the messages that each rank has in a step."""
-    folder.mkdir()
-    run_on_ranks(2, _train_sharded, folder, known)
-    shown = median_step(read_recordings(folder))["median"]
-    [messages] = {len(timeline.messages_of(rank["spans"])) for rank in shown["ranks"]}
-    return messages
-
-
-def test_the_messages_of_fully_shard_are_seen(tmp_path):
-    """fully_shard sends at least an all-gather and a reduce-scatter. The control: unknown names."""
-    known = recorder_variables(tmp_path)["TIMELINE_COLLECTIVES"]
-    assert messages_of_fully_shard(tmp_path / "all", known) >= 2
-    assert messages_of_fully_shard(tmp_path / "none", "all_reduce,broadcast") == 0
 
 
 SCRIPT = """

@@ -15,8 +15,8 @@ from benchmarks import result_files, tour
 from benchmarks.measure import stage_runs, tour_runs
 from benchmarks.tables import tour_report
 from benchmarks.variants import VARIANTS, Layout
+from helpers.scripts import launch_script, run_script
 from local_ranks.chapters import ROOT
-from local_ranks.scripts import launch_script, run_script
 
 
 def popen_by_fork(call: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:

@@ -24,9 +24,9 @@ from convert_cases import (
     script_of,
     versions,
 )
+from helpers.on_ranks import on_ranks, run_on_ranks
 from helpers.outputs import differences
-from local_ranks.on_ranks import on_ranks, run_on_ranks
-from local_ranks.scripts import run_script
+from helpers.scripts import run_script
 from prove_runs import TORCHRUN, run
 from repository_pages import ROOT, fences, shell
 

@@ -1,7 +1,6 @@
 """convert/detector: after three steps, two ranks train and judge it as one process does."""
 
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -10,9 +9,9 @@ import torch
 from PIL import Image
 
 import sync_batchnorm
-from convert_cases import DETECTOR, SMALL, converted, launch, load, proof, versions
+from convert_cases import DETECTOR, SMALL, converted, launch, load, versions
+from helpers.on_ranks import run_on_ranks
 from local_ranks.machine import scratch_folder
-from local_ranks.on_ranks import run_on_ranks
 from repository_pages import ROOT
 
 ONE_BLOCK = "models.ResNet(models.resnet.BasicBlock, [1] * 4)"  # half of resnet18, so quicker
@@ -44,15 +43,6 @@ def test_the_script_runs_after_each_step_and_shows_what_the_readme_says(step, tm
     losses = [re.findall(r"epoch 1  loss (\S+)", text) for text in output]
     assert losses[0] != losses[1], "the ranks see other images"
     assert [len(x) for x in losses] == [1, step < 3], "rank 0 alone logs"
-
-
-def test_prove_finds_nothing_wrong_in_the_converted_detector(tmp_path):
-    """What prove says of the steps before: test_convert.py, of the classifier."""
-    script = versions(DETECTOR)[-1].replace(*SHALLOW)
-    flags = (*SMALL, f"--data-dir={scenes(8, 2)}", "--epochs=1", "--image-size=48")
-    verdict_of = proof(tmp_path, script, flags=flags)
-    assert "WRONG" not in verdict_of.values(), verdict_of
-    assert verdict_of["one rank"] == "right"
 
 
 def _run(rank: int, name: str | Path, flags: tuple, *changes: tuple[str, str]) -> dict:
@@ -106,25 +96,3 @@ def test_images_without_boxes_other_sizes_and_a_rank_with_fewer_batches_do_not_h
     status, output = launch(converted(DETECTOR), *flags)
     assert status == (0, 0), output
     assert re.search(r"epoch 2  loss \d", output[0])
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks", "old", "new", "says"),
-    [
-        ("detector.py", 0, "{", "", "JSONDecodeError"),
-        ("detector.py", 0, '"bbox": [', '"bbox": [1, ', "wrong annotation"),
-        ("detector.py", 0, ".png", ".jpg", "images without a file"),
-        ("converted", 2, "", "", "No such file"),
-        ("converted", 0, "", "", "start with torchrun"),
-    ],
-)
-def test_bad_input_ends_in_one_line_and_status_2(name, ranks, old, new, says):
-    folder, file = scratch_folder(), "annotations/instances_train.json"
-    if old:
-        shutil.copytree(scenes(), folder, dirs_exist_ok=True)
-        (folder / file).write_text((folder / file).read_text().replace(old, new))
-    script = converted(DETECTOR) if name == "converted" else DETECTOR / name
-    status, output = launch(script, f"--data-dir={folder}", ranks=ranks)
-    lines = [x for text in output for x in text.splitlines() if not x.startswith("rank ")]
-    assert ({*status}, [x[:7] for x in lines]) == ({2}, ["error: "] * len(status)), output
-    assert says in lines[0]

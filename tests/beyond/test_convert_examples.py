@@ -12,9 +12,8 @@ import torch
 
 import sync_batchnorm
 from convert_cases import EXAMPLES, load
+from helpers.on_ranks import run_on_ranks
 from local_ranks.machine import scratch_folder
-from local_ranks.on_ranks import run_on_ranks
-from local_ranks.scripts import launch_script
 from local_ranks.stage_files import replace_once
 
 # In float64, with the same global batches and the same noise; SyncBatchNorm is stage 05's.
@@ -116,11 +115,3 @@ def test_a_rate_that_only_rank_0_lowers_lets_the_ranks_train_apart():
     apart = run_on_ranks(2, _example, source, worse, lowered)
     assert torch.equal(same[0]["weights"], same[1]["weights"])
     assert (apart[0]["weights"] - apart[1]["weights"]).abs().max() > 1e-2
-
-
-def test_columns_that_do_not_divide_by_the_ranks_are_refused_in_one_line():
-    """8 of them, on 3 ranks: without the check, two would never be read. On 2, see above."""
-    script = scratch_folder() / "language_ddp.py"
-    script.write_text(versions_of("language")[1])
-    answers = launch_script(str(script), world_size=3, cwd=scratch_folder())
-    assert answers == [(2, "error: 8 columns do not divide by 3 ranks\n")] * 3

@@ -7,15 +7,13 @@ from functools import partial
 import pytest
 import torch
 import torchvision
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.flop_counter import FlopCounterMode
 
 import gradient_order
 import step_model
+from helpers.on_ranks import on_ranks
 from helpers.outputs import output_of
 from helpers.refusals import assert_one_line, refusal
-from local_ranks.on_ranks import on_ranks
 from local_ranks.stage_files import LESSON_FOLDERS, fresh_module
 
 SLOW = step_model.Link(1e-3, 1e8)
@@ -64,37 +62,6 @@ def test_a_forecast_counts_every_parameter_of_a_classifier(name):
     ready = [share for _, share in gradients]
     assert ready == sorted(ready)
     assert ready[-1] == 1.0
-
-
-def really_ready(name: str) -> list[tuple[float, float]]:
-    """(bytes, ready) of each gradient in a real backward, where torch counts multiplications."""
-    with torch.device("meta"):
-        model = torchvision.models.get_model(name)
-        loss = model(torch.empty(2, 3, 224, 224)).sum()
-    with FlopCounterMode(display=False) as counter:
-        gradients = []
-
-        def note(parameter: nn.Parameter) -> None:
-            gradients.append((parameter.numel() * 4, counter.get_total_flops()))
-
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(note)
-        loss.backward()
-    return [(size, flops / counter.get_total_flops()) for size, flops in gradients]
-
-
-@pytest.mark.parametrize("name", ["vit_b_16", "swin_t"])
-def test_a_gradient_of_attention_is_forecast_when_backward_really_has_it(name):
-    """Bytes that are ready at each tenth of backward. Queries times keys, 4 %, is left out."""
-
-    def ready_at(share, gradients):
-        return sum(size for size, ready in gradients if ready <= share)
-
-    forecast = gradient_order.gradients_of_classifier(name, 224)
-    real = really_ready(name)
-    for tenth in range(1, 10):
-        expected = ready_at(tenth / 10, real)
-        assert ready_at(tenth / 10, forecast) == pytest.approx(expected, rel=0.1)
 
 
 def simulated_ring(size: float, ranks: int, link) -> float:

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 import local_sgd as local
+from helpers.on_ranks import gather_from_ranks, on_ranks, run_on_ranks
 from helpers.refusals import assert_one_line, refusal
-from local_ranks.on_ranks import gather_from_ranks, on_ranks, run_on_ranks
 from local_ranks.stage_files import LESSON_FOLDERS, fresh_module
 from traffic import received_bytes
 

@@ -10,10 +10,15 @@ from statistics import mean, stdev
 import pytest
 
 import check_answer
+from helpers.scripts import run_script
 from local_ranks.chapters import ROOT
-from local_ranks.machine import scratch_folder, timeout_under_load
+from local_ranks.machine import (
+    SECONDS,
+    scratch_folder,
+    timeout_under_load,
+    use_default_start_method,
+)
 from local_ranks.ranks import PROCESS_DEFAULTS
-from local_ranks.scripts import SECONDS, run_script, use_default_start_method
 from local_ranks.stage_files import replace_once
 
 PUZZLES = {puzzle.number: puzzle for puzzle in check_answer.PUZZLES}
@@ -72,10 +77,10 @@ HALF_ANSWERS = {  # they look like answers
 
 def wrong_answers(puzzle) -> dict[str, str]:
     source = puzzle.story.script
-    emptied = STEP.sub(r"\1pass", source)
-    assert emptied != source
     moved = replace_once(puzzle.story.cure, MOVED[puzzle.number])
-    wrong = {"nothing": f"{source}\n# looks right to me\n", "moved": moved, "emptied": emptied}
+    wrong = {"nothing": f"{source}\n# looks right to me\n", "moved": moved}
+    if puzzle.number == 1:  # one rank no longer trains, which is found in the same way in all
+        wrong["emptied"] = STEP.sub(r"\1pass", source)
     if puzzle.number in HALF_ANSWERS:
         wrong["half"] = replace_once(source, *HALF_ANSWERS[puzzle.number])
     return wrong
@@ -106,7 +111,7 @@ def verdicts(number: int, sources: dict[str, str]) -> dict[str, tuple[bool, str]
 
 
 @each_puzzle
-def test_the_answer_is_right_and_three_others_are_refused(number):
+def test_the_answer_is_right_and_others_are_refused(number):
     puzzle = PUZZLES[number]
     sources = {"ours": puzzle.story.cure, **wrong_answers(puzzle)}
     if number in OTHER_ANSWERS:
@@ -114,7 +119,8 @@ def test_the_answer_is_right_and_three_others_are_refused(number):
     said = verdicts(number, sources)
     right = {name for name, (is_right, _) in said.items() if is_right}
     assert right == {"ours", "other"} & {*sources}, said
-    assert "one rank alone no longer computes" in said["emptied"][1]
+    if "emptied" in said:
+        assert "one rank alone no longer computes" in said["emptied"][1]
     # These are seen by the check of its own, before prove is asked.
     seen = "two ranks do not compute|the two ranks|in .+ has been drawn before"
     for name in {"nothing", "moved", "half"} & {*said}:

@@ -10,12 +10,10 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 
 from benchmarks.measure.sharding import held_by_kind
-from full_state import FullOptimizerState
-from local_ranks.on_ranks import run_on_ranks
+from helpers.on_ranks import run_on_ranks
 from shard_cases import (
     BY_HAND,
     OPTIMIZERS,
@@ -120,17 +118,6 @@ def test_shard_a_resumed_rank_holds_only_its_part_of_the_state():
     no_copy = ("full_state.py", "[owned_slice].clone()", "[owned_slice]")
     for held in run_on_ranks(2, held_when_resumed, saved(state), (no_copy,)):
         assert min(held.values()) >= full_size
-
-
-def test_shard_the_rate_of_a_resumed_run_is_that_of_its_own_flags():
-    """An optimizer that loads its state makes new groups, so they are asked for each time."""
-    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    old_groups = optimizer.param_groups
-    full_state = FullOptimizerState(nn.Linear(1, 1), optimizer)
-    full_state.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    full_state.param_groups[0]["lr"] = 0.5
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    assert old_groups[0]["lr"] == 0.1, "the control: they are others now"
 
 
 def test_shard_the_library_reaches_the_same_weights_and_shares_its_checkpoints():

@@ -16,8 +16,8 @@ import fit
 import levels
 import peak
 from benchmarks.measure import sharding
-from local_ranks.on_ranks import run_on_ranks
-from local_ranks.scripts import run_script
+from helpers.on_ranks import run_on_ranks
+from helpers.scripts import run_script
 from shard_cases import (
     BY_HAND,
     FSDP,

@@ -2,7 +2,6 @@
 
 import re
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -13,19 +12,9 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fsdp
 import zero
+from helpers.on_ranks import gather_from_ranks, on_ranks
 from helpers.refusals import assert_one_line, refusal
-from local_ranks.on_ranks import gather_from_ranks, on_ranks
-from shard_cases import FSDP, ZERO_1, ZERO_2, Odd, changed_levels
-
-
-def test_shard_a_module_that_cannot_fill_its_weights_is_refused_on_the_meta_device():
-    with torch.device("meta"):
-        attention = nn.Sequential(nn.MultiheadAttention(4, 2))  # it has only _reset_parameters
-        linear = nn.Sequential(nn.Linear(4, 4))
-    with pytest.raises(ValueError, match="in_proj_weight is on the meta device, and Multihead"):
-        fsdp.check_parameters(attention, dict(fsdp.layers_of(attention)))
-    fsdp.check_parameters(linear, dict(fsdp.layers_of(linear)))  # the control
-
+from shard_cases import FSDP, ZERO_1, ZERO_2, changed_levels
 
 REFUSED_FLAGS = {
     "--width=30": "--width 30 is no multiple of 4",
@@ -122,15 +111,6 @@ def test_shard_a_parameter_that_one_rank_alone_uses_is_refused_at_once_on_every_
         assert gather_from_ranks(rank) == [0, 1]
 
 
-@on_ranks(2)
-def test_shard_zero_takes_no_parameters_later(rank):
-    for level in (ZERO_1, ZERO_2):
-        model = nn.Linear(3, 2)
-        optimizer = changed_levels().by_hand(level, model, SGD, lr=0.1).optimizer
-        with pytest.raises(ValueError, match="parameters cannot be added later"):
-            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-
-
 class ComputedAgain(nn.Module):
     def __init__(self, computes_again: bool) -> None:
         super().__init__()
@@ -149,19 +129,6 @@ def test_shard_a_checkpoint_inside_a_layer_ends_with_torchs_error_about_sizes(ra
         loss = model(torch.ones(4, 3, requires_grad=True)).sum()
         with pytest.raises(CheckpointError, match="metadata") if computes_again else nullcontext():
             loss.backward()
-
-
-@on_ranks(2)
-def test_shard_what_a_rank_cannot_fill_or_does_not_hold_is_refused(rank):
-    levels = changed_levels()
-    with torch.device("meta"):
-        unfilled = Odd()
-    with pytest.raises(ValueError, match="is on the meta device, and tied or in no layer"):
-        levels.by_hand(FSDP, unfilled, SGD, lr=0.1)
-    optimizer = levels.by_hand(ZERO_1, Tied(), SGD, lr=0.1).optimizer
-    for call in (optimizer.state_dict, partial(optimizer.load_state_dict, {})):
-        with pytest.raises(ValueError, match="a rank holds only its parts"):
-            call()
 
 
 @on_ranks(2)

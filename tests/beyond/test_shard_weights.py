@@ -5,13 +5,10 @@ The controls leave out each mechanism, or make it wrong, and the weights differ 
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.optim import SGD
 
-import fsdp
 import text_model
-from local_ranks.on_ranks import on_ranks, run_on_ranks
+from helpers.on_ranks import on_ranks, run_on_ranks
 from shard_cases import (
     BY_HAND,
     FSDP,
@@ -147,29 +144,3 @@ def test_shard_adamw_hides_a_missing_division():
         TrainingCase(level, optimizer="adamw", changes=(change,)) for level, change in left_out
     ]
     assert all(1e-10 < far < 1e-3 for far in run_on_ranks(2, all_distances, cases)[0])
-
-
-class TakesNested(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        first, second = nn.ModuleList([nn.Linear(3, 4)]), nn.ModuleList([nn.Linear(4, 2)])
-        self.groups = nn.ModuleList([first, second])
-        self.scales = nn.ParameterList([nn.Parameter(torch.full((2,), 2.0))])
-
-    def forward(self, x):
-        for group in self.groups:
-            for layer in group:
-                x = layer(x)
-        return x * self.scales[0]
-
-
-@on_ranks(2)
-def test_shard_fsdp_divides_the_layers_of_nested_lists_and_leaves_bare_parameters_whole(rank):
-    """The sharded model computes what rank 0's model computes."""
-    model, inputs = TakesNested(), torch.ones(1, 3)
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, src=0)
-    expected = model(inputs)
-    sharded = fsdp.FSDP(model)
-    assert [layer.name for layer in sharded.layers] == ["groups.0.0", "groups.1.0"]
-    assert torch.allclose(sharded(inputs), expected)

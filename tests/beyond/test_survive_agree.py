@@ -7,7 +7,7 @@ import torch
 
 import agree
 from helpers.machine import stopped_clock
-from local_ranks.on_ranks import gather_from_ranks, on_ranks
+from helpers.on_ranks import gather_from_ranks, on_ranks
 from local_ranks.stage_files import LESSON_FOLDERS, fresh_module
 
 

@@ -1,7 +1,6 @@
 """launch.py: a rank takes its numbers from torchrun or srun, and all ranks choose one backend."""
 
 import os
-import socket
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -11,12 +10,9 @@ import torch
 import torch.distributed as dist
 
 import launch
-from helpers.machine import free_port
+from helpers.on_ranks import gather_from_ranks, on_ranks
 from helpers.refusals import assert_one_line, refusal
-from local_ranks.on_ranks import gather_from_ranks, on_ranks
-from local_ranks.scripts import launcher_variables, run_script
-
-SCRIPT = "beyond/survive/train.py"
+from helpers.scripts import launcher_variables
 
 
 def answer_of(function, *args: object) -> str:
@@ -66,25 +62,6 @@ for host in ("127.0.0.1:29500", "node..example"):  # no name server is asked abo
 @pytest.mark.parametrize(("env", "error"), WRONG_STARTS)
 def test_wrong_launch_variables_end_in_one_line_and_nobody_trains_alone(env, error):
     assert_one_line(refusal("survive", env=env), f"error: {error}")
-
-
-@pytest.mark.parametrize(("name_server", "refuses"), [("EAI_NONAME", True), ("EAI_AGAIN", False)])
-def test_an_unknown_host_is_refused_and_a_busy_name_server_is_not(name_server, refuses):
-    """While the name server is busy, torch asks again until the time limit."""
-    error = socket.gaierror(getattr(socket, name_server), "as the name server says")
-    with patch.object(socket, "getaddrinfo", side_effect=error):
-        answer = answer_of(launch.require_address, "node-7")
-    assert answer.startswith("MASTER_ADDR is node-7, which this") == refuses
-
-
-def test_a_torchrun_of_one_rank_in_a_step_of_several_tasks_does_not_wait(tmp_path):
-    """In `srun --ntasks=2 torchrun --nproc-per-node=1`, each torchrun is a world of its own."""
-    env = launcher_variables(free_port(), world_size=1)
-    env |= dict(zip(launch.SRUN, ("1", "1", "2", "2"), strict=True))
-    flags = ("--device=cpu", "--max-steps=1", f"--run-dir={tmp_path}")
-    [(status, output)] = run_script(SCRIPT, *flags, env=env)
-    assert status == 0, output
-    assert "global batch 120 = 1 × 120" in output
 
 
 def gpu_with(uuid: str):

@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import DataLoader, _utils
 
 from helpers.machine import is_running
-from local_ranks.on_ranks import run_on_ranks
+from helpers.on_ranks import run_on_ranks
 from local_ranks.ranks import PROCESS_DEFAULTS
 from rank_loader import RankLoader, end_with_rank
 

@@ -3,7 +3,6 @@
 import re
 import shutil
 import socket
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,12 @@ import torch
 from common.data import load_dataset
 from common.options import make_parser
 from helpers.machine import free_port
+from helpers.on_ranks import run_on_ranks
 from helpers.refusals import assert_one_line, refusal
+from helpers.scripts import launcher_variables, run_script
 from helpers.small_data import few_digits, random_pictures
 from local_ranks.chapters import ROOT
-from local_ranks.on_ranks import run_on_ranks
 from local_ranks.run_files import read_metrics, same_run
-from local_ranks.scripts import launcher_variables, run_script
 from local_ranks.train_stage import FP32, load_stage, run_main, train, train_once
 
 SCRIPT = "beyond/survive/train.py"
@@ -52,12 +51,6 @@ def test_resuming_inside_an_epoch_equals_not_having_stopped(ranks, flags, change
 def test_survive_resumes_to_the_bit_inside_an_epoch(changes=()):
     """Three ranks: their sums depend on the order of DDP's buckets."""
     test_resuming_inside_an_epoch_equals_not_having_stopped(3, ("--model=net",), changes)
-
-
-def test_a_run_without_flags_saves_at_the_end_of_each_epoch_and_waits_ten_minutes(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    args = load_stage("survive").parse_args()
-    assert (args.checkpoint_every_steps, args.timeout_seconds) == (None, 600)
 
 
 @pytest.mark.parametrize(
@@ -140,9 +133,10 @@ def test_the_rest_of_an_epoch_needs_its_order(key, flag):
     assert metrics.read_text() == before, "nothing is lost"
 
 
-@pytest.mark.parametrize(("key", "ranks"), [("01", 1), ("03", 2), ("survive", 2)])
-@pytest.mark.parametrize(("more", "less"), [(1, 0), (0, 4)])
-def test_the_rest_of_an_epoch_needs_its_data(more, less, key, ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("key", "ranks", "more", "less"), [("01", 1, 1, 0), ("03", 2, 1, 0), ("survive", 2, 0, 4)]
+)
+def test_the_rest_of_an_epoch_needs_its_data(key, ranks, more, less, tmp_path):
     """Of 12 pictures, one is added or some are missing: no sample may come twice in an epoch."""
     flags = (*random_pictures(tmp_path), "--batch-size=2")
     part = train(key, ranks, *flags, "--max-steps=3", **FP32)
@@ -154,20 +148,6 @@ def test_the_rest_of_an_epoch_needs_its_data(more, less, key, ranks, tmp_path):
     resume = (*flags, f"--resume={part.folder / 'checkpoint.pt'}")
     words = f"epoch of {part.summary['stage']} over 12 samples (here: {12 + more - less}) with"
     assert_one_line(refusal("survive", *resume), words, ": use the same")
-
-
-def test_a_whole_epoch_or_an_older_file_resumes_with_other_data(tmp_path):
-    """An older file does not say how many samples there were."""
-    flags = (*random_pictures(tmp_path), "--batch-size=2")
-    runs = [train("survive", 1, *flags, f"--max-steps={steps}", **FP32) for steps in (3, 6)]
-    old = runs[0].checkpoint
-    del old["summary"]["train_samples"]
-    torch.save(old, runs[0].folder / "checkpoint.pt")
-    picture = next((tmp_path / "train").rglob("*.png"))
-    shutil.copy(picture, picture.with_name("more.png"))
-    for run in runs:
-        more = ("--max-steps=7", "--epochs=2", "--resume=auto")
-        assert len(train("survive", 1, *flags, *more, **FP32, folder=run.folder).metrics) == 7
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "none"])

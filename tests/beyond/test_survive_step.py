@@ -9,10 +9,10 @@ import torch
 from torch.optim import SGD
 
 from accumulate import count_buckets
+from helpers.on_ranks import run_on_ranks
 from helpers.replayed_runs import distances, replayed_flags
 from local_ranks import oracle
 from local_ranks.machine import scratch_folder
-from local_ranks.on_ranks import run_on_ranks
 from local_ranks.run_files import Run
 from local_ranks.train_stage import FP32, ON_CPU, load_stage, run_main, train, train_once
 

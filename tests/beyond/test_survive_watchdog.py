@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import watchdog
 from helpers.machine import GLOO_TIMED_OUT, stopped_clock
-from local_ranks.on_ranks import run_on_ranks
+from helpers.on_ranks import run_on_ranks
 from local_ranks.ranks import PROCESS_DEFAULTS
 from local_ranks.stage_files import LESSON_FOLDERS, fresh_module
 
@@ -74,20 +74,6 @@ def test_a_rank_ends_without_a_store_but_a_pause_of_the_whole_job_counts_as_one_
     dog.over = SimpleNamespace(wait=wait)
     dog._guard()
     assert ended == [(seconds + pause, watchdog.NO_STORE)]
-
-
-def fail_to_connect(*_: object) -> None:
-    raise dist.DistNetworkError("connection reset")
-
-
-@pytest.mark.parametrize("broken", [False, True])
-def test_a_watchdog_knows_when_the_connection_to_the_store_is_broken(broken):
-    dog, time = new_watchdog()
-    dog.over = SimpleNamespace(wait=lambda seconds: time.sleep(seconds) or time.now > 101)
-    if broken:
-        dog.store = SimpleNamespace(set=fail_to_connect)
-    dog._watch()
-    assert dog.broken == broken
 
 
 CLOSED = "[/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer"

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 import apply_steps
+from helpers.on_ranks import run_on_ranks
 from local_ranks.chapters import ROOT
 from local_ranks.machine import scratch_folder
-from local_ranks.on_ranks import run_on_ranks
 from local_ranks.stage_files import replace_once
 from local_ranks.train_stage import spawned_as
 

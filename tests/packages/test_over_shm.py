@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.on_ranks import run_on_ranks
 from local_ranks.chapters import ROOT
-from local_ranks.on_ranks import run_on_ranks
 from local_ranks.train_stage import train_once, train_rank
 from shm import fast
 from shm.exchange import Exchange

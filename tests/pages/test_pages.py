@@ -10,7 +10,7 @@ import pytest
 
 import update_translations as translations
 from check_pages import faults
-from repository_pages import ALL_PAGES, CHINESE, ROOT, part_of_file, part_of_lesson
+from repository_pages import ALL_PAGES, CHINESE, ROOT
 
 STAGE, PAGE = "01_single_gpu/README.md", "01_single_gpu/fit.md"
 CONTROLS = [  # a page, what is added to it, and what is found then
@@ -57,22 +57,3 @@ def test_a_translation_that_is_older_is_reported_and_fails_nothing(tmp_path, mon
     english.write_text("# Another one\n")
     translations.update()
     assert capsys.readouterr().out == "README.zh.md is older than README.md\n"
-
-
-def test_a_chinese_page_gets_the_fences_and_what_says_where_they_are_from():
-    page = "{}\n<!-- lesson: {} ... c -->\n```diff\n{}\n```\n"
-    chinese = translations.refreshed(page.format("One", "a", "+a"), page.format("一", "b", "+b"))
-    assert chinese == page.format("一", "a", "+a")
-
-
-@pytest.mark.parametrize("ends", [("+no such line", "-"), ("-        loss.backward()", "+no such")])
-def test_a_lesson_without_its_first_or_last_line_says_so(ends):
-    with pytest.raises(SystemExit, match=r"04_ddp_torchrun has no line that begins with \+no such"):
-        part_of_lesson("04_ddp_torchrun", *ends)
-
-
-def test_a_part_of_a_file_that_a_page_quotes_is_read_again_while_its_first_and_last_lines_stay():
-    page, file = "a()\nold()\nd()\n", "first()\na()\nb()\nc()\nd()\n"
-    assert part_of_file(page, file) == "a()\nb()\nc()\nd()\n"
-    for changed in (file.replace("a()", "e()"), file.replace("d()", "e()"), file + "a()\n"):
-        assert part_of_file(page, changed) == page, "somebody must look at it"

@@ -17,8 +17,8 @@ import ring
 import step_model
 from benchmarks import result_files
 from benchmarks.measure import sharding
+from helpers.on_ranks import run_on_ranks
 from local_ranks.chapters import ROOT
-from local_ranks.on_ranks import run_on_ranks
 
 # What breaks a widget for the control changes nothing here.
 gradients_of, parts_of = cache(gradient_order.gradients_of_classifier), cache(peak.parts_of)

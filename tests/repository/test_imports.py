@@ -1,15 +1,11 @@
-"""Rooms import from rooms as CONTRIBUTING.md says, no import leads back to its own module, and a
-program is never mistaken for another one."""
+"""Rooms import from rooms as CONTRIBUTING.md says; no program is mistaken for another one."""
 
 import ast
 import json
 import sys
 from collections import Counter
 from collections.abc import Collection
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 from local_ranks.chapters import PROGRAMS, ROOT
 
@@ -29,42 +25,6 @@ ROOM_OF_FOLDER = {
     "benchmarks": "workshop",
     "docs": "workshop",
 }
-
-Graph = dict[str, set[str]]  # the modules that each module imports
-
-
-def sources_of(folder: str) -> dict[str, str]:
-    """Read a folder's sources, by the names that their imports use: shm, shm.work."""
-    sources = {}
-    for file in (ROOT / folder).rglob("*.py"):
-        name = ".".join(file.relative_to((ROOT / folder).parent).with_suffix("").parts)
-        sources[name.removesuffix(".__init__")] = file.read_text()
-    return sources
-
-
-def imported(source: str, modules: Collection[str]) -> set[str]:
-    """Which of these modules all its import statements name, also those within functions."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:  # from a package, a module or what its __init__ has
-                name = f"{node.module}.{alias.name}"
-                names.add(name if name in modules else str(node.module))
-    return names.intersection(modules)
-
-
-def graph_of(sources: dict[str, str]) -> Graph:
-    return {name: imported(source, sources) - {name} for name, source in sources.items()}
-
-
-def circle_in(graph: Graph) -> list[str]:
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        return error.args[1]
-    return []
 
 
 def room_of(path: Path) -> str:
@@ -119,37 +79,6 @@ def test_a_room_imports_only_from_the_rooms_that_contributing_names():
     assert rooms_imported(ROOT / "common/data.py", changed, rooms_of) == {"packages", "workshop"}
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_no_import_leads_back_to_its_own_module(folder):
-    sources = sources_of(folder)
-    graph = graph_of(sources)
-    assert any(graph.values())
-    assert circle_in(graph) == []
-    importing = next(name for name in graph if graph[name])
-    needed = min(graph[importing])
-    back = {needed: f"{sources[needed]}\n\ndef late():\n    import {importing}\n"}
-    assert {importing, needed} <= {*circle_in(graph_of(sources | back))}, "the control"
-
-
-def reached_from(start: set[str], graph: Graph) -> set[str]:
-    """Return these modules, with all that they import and what is imported from there on."""
-    reached: set[str] = set()
-    while start:
-        reached |= start
-        start = set().union(*(graph[each] for each in start)) - reached
-    return reached
-
-
-def test_common_holds_what_the_stages_import_and_nothing_else():
-    sources = sources_of("common")
-    stages = [path.read_text() for path in ROOT.glob("0?_*/train.py")]
-    needed = set().union(*(imported(stage, sources) for stage in stages))
-    graph = graph_of(sources)
-    assert graph.keys() - reached_from(needed, graph) == {"common"}
-    more = graph_of(sources | {"common.extra": "import common.data"})  # the control
-    assert more.keys() - reached_from(needed, more) == {"common", "common.extra"}
-
-
 NEVER_IMPORTED = ("train", "minimal")  # each of several folders has its own
 ON_THE_PATH = ("notebooks", "docs/tools", "tests/*")  # besides packages and chapters
 
@@ -166,21 +95,3 @@ def test_no_program_is_imported_in_place_of_another_one():
     assert names_of_several(paths) == []
     changed = [*paths, *(ROOT / "beyond" / name for name in ("calendar.py", "ring.py", "shm.py"))]
     assert names_of_several(changed) == ["calendar", "ring", "shm"], "the control"
-
-
-def chapters_out_of_reach(path: Path, source: str) -> set[str]:
-    """The chapters of other folders that a program imports, which has not put them on the path."""
-    others = {chapter.stem for chapter in PROGRAMS if chapter.parent != path.parent}
-    beside = {program.stem for program in path.parent.glob("*.py")}
-    has_path = "local_ranks.chapters" in imported(source, ["local_ranks.chapters"])
-    return set() if has_path else imported(source, others - beside)
-
-
-def test_a_program_reaches_each_chapter_that_it_imports():
-    """Programs may be started by themselves; in a test, all chapters are on the path already."""
-    tools = [path for each in ("docs/tools", "tests/*") for path in ROOT.glob(f"{each}/*.py")]
-    programs = [*PROGRAMS, *(path for path in tools if "\nif __name__ ==" in path.read_text())]
-    assert [path for path in programs if chapters_out_of_reach(path, path.read_text())] == []
-    zero = ROOT / "beyond/shard/zero.py"
-    changed = zero.read_text().replace("import local_ranks.chapters", "")  # the control
-    assert chapters_out_of_reach(zero, changed) == {"reducers"}

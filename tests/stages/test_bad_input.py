@@ -8,13 +8,13 @@ import pytest
 import torch
 from PIL import Image
 
-from common.data import load_dataset, open_picture
+from common.data import load_dataset
 from common.models import build_model
-from common.options import UsageError, make_parser
+from common.options import UsageError
 from helpers.machine import free_port
 from helpers.refusals import SCRIPTS, assert_one_line, refusal
+from helpers.scripts import launch_script, launcher_variables, run_script
 from helpers.small_data import few_digits
-from local_ranks.scripts import launch_script, launcher_variables, run_script
 from local_ranks.train_stage import options
 
 GPUS = torch.cuda.device_count()
@@ -154,13 +154,6 @@ def test_a_batch_of_one_is_refused_where_batchnorm_would_refuse_it(size, refuses
             call()
 
 
-def test_a_bug_of_ours_is_no_damaged_data_set(monkeypatch):
-    monkeypatch.delattr("common.data.F")
-    args = make_parser("01_single_gpu", "").parse_args([])
-    with pytest.raises(NameError):
-        load_dataset(args)
-
-
 def test_pictures_of_other_classes_are_refused(tmp_path):
     for folder in ("train/cat", "train/dog", "test/cat", "test/owl"):
         (tmp_path / folder).mkdir(parents=True)
@@ -185,17 +178,6 @@ def test_a_truncated_picture_is_refused_by_its_name(workers, tmp_path):
     assert (status, output) == (2, f"global batch 2 = 1 × 2\n{error}\n")
 
 
-def test_a_picture_too_large_for_pil_is_refused_by_its_name(tmp_path, monkeypatch):
-    """The control has a quarter of its pixels."""
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # PIL refuses twice as many
-    small, large = tmp_path / "10.png", tmp_path / "20.png"
-    for path in (small, large):
-        Image.new("RGB", (int(path.stem), int(path.stem))).save(path)
-    open_picture(str(small))
-    with pytest.raises(UsageError, match=rf"read {large} \(Image size .+\): replace or remove it"):
-        open_picture(str(large))
-
-
 def test_a_folder_that_only_rank_0_of_03_cannot_write_ends_the_other_rank_too(tmp_path):
     (tmp_path / "file").write_text("mine")
     [(status, output)] = run_script(SCRIPTS["03"], "--device=cpu", f"--run-dir={tmp_path / 'file'}")
@@ -204,14 +186,6 @@ def test_a_folder_that_only_rank_0_of_03_cannot_write_ends_the_other_rank_too(tm
     assert (tmp_path / "file").read_text() == "mine"
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
     assert str(tmp_path) not in running.stdout, "a rank still waits for another"
-
-
-@pytest.mark.parametrize("key", ["04", "05", SHARD])
-def test_a_rank_without_an_address_is_refused(key):
-    """A script that sets the numbers and forgets where the ranks meet would start such a rank."""
-    variables = launcher_variables(0)
-    del variables["MASTER_ADDR"], variables["MASTER_PORT"]
-    assert_one_line(refusal(key, "--device=cpu", env=variables), START_WITH_TORCHRUN)
 
 
 def test_04_on_a_port_in_use_is_refused():

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from local_ranks.on_ranks import on_ranks
+from helpers.on_ranks import on_ranks
 
 
 class Branches(nn.Module):

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from collectives import play
-from local_ranks.on_ranks import run_on_ranks
+from helpers.on_ranks import run_on_ranks
+from helpers.scripts import run_script
 from local_ranks.ranks import run_ranks
-from local_ranks.scripts import run_script
 from rank_variables import cyclic, verdict
 
 
@@ -63,6 +63,7 @@ def test_c14_with_the_local_rank_two_nodes_never_meet():
 
 LAUNCHERS = [
     ("run", (), "has [] 0\n"),
+    ("launch --use-env", (), "has [] 0\n"),
     ("launch", ("--local-rank", "--local_rank"), "has ['--local-rank=0'] 0\n"),
     ("launch", ("--local_rank",), "unrecognized arguments: --local-rank=0\n"),
 ]
@@ -77,7 +78,8 @@ def test_c16_c32_launch_passes_local_rank_with_a_dash_and_torchrun_does_not(
     lines += [f"parser.add_argument(*{names!r}, type=int)"] if names else []
     lines += ["parser.parse_args()", "print('has', sys.argv[1:], os.environ['LOCAL_RANK'])"]
     (tmp_path / "script.py").write_text("\n".join(lines))
-    flags = ("--standalone", "--nproc-per-node=1", str(tmp_path / "script.py"))
+    launcher, *options = launcher.split()
+    flags = (*options, "--standalone", "--nproc-per-node=1", str(tmp_path / "script.py"))
     script = importlib.import_module(f"torch.distributed.{launcher}").__file__
     [(status, output)] = run_script(script, *flags)
     assert line in output

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from local_ranks.on_ranks import on_ranks
+from helpers.on_ranks import on_ranks
 
 
 def test_c05_type_bool_takes_any_text_for_true():

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from local_ranks.on_ranks import gather_from_ranks, on_ranks
+from helpers.on_ranks import gather_from_ranks, on_ranks
 
 
 def descend(lr, steps, batches):

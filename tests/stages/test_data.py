@@ -1,9 +1,5 @@
 """The data sets and networks that the stages share are those that the pages describe."""
 
-import ctypes
-import os
-import shutil
-import subprocess
 import time
 from itertools import product
 from pathlib import Path
@@ -16,9 +12,7 @@ from PIL import Image
 import common.data
 from common.data import load_dataset, loader_options
 from common.models import build_model
-from common.options import UsageError
-from helpers.small_data import few_digits
-from local_ranks.on_ranks import on_ranks, run_on_ranks
+from helpers.on_ranks import on_ranks
 from local_ranks.train_stage import options
 
 
@@ -32,39 +26,6 @@ def test_the_digits_are_whole_normalized_and_come_in_batches():
     torch.testing.assert_close(train_set[5], (images[5], labels[5]), rtol=0, atol=0)
     loader = torch.utils.data.DataLoader(train_set, 400, **loader_options(options()))
     assert [len(batch) for _, batch in loader] == [400, 400, 400, 300]
-
-
-def load_with_a_worker(rank: int, shm_size: str, limit: int) -> str:
-    """What a loader gives where /dev/shm has this size, in a mount namespace of this process."""
-    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS):
-        return f"skip: {os.strerror(ctypes.get_errno())}"
-    for how in ("--make-rprivate /", f"-t tmpfs -o size={shm_size} tmpfs /dev/shm"):
-        mount = subprocess.run(["mount", *how.split()], capture_output=True, text=True)
-        if mount.returncode:
-            return f"skip: {mount.stderr}"
-    settings = loader_options(options("--workers=1")) | {"timeout": limit}
-    loader = torch.utils.data.DataLoader(load_dataset(options())[0], 400, **settings)
-    try:
-        return str([len(batch) for _, batch in loader])
-    except RuntimeError as error:
-        return str(error)
-
-
-CLONE_NEWNS = 0x20000  # Linux: a mount namespace
-TIMED_OUT = "DataLoader timed out after 1 seconds"
-
-
-@pytest.mark.parametrize(
-    ("shm_size", "limit", "expected"),
-    [("64k", 1, TIMED_OUT), ("64m", 600, "[400, 400, 400, 300]")],
-)
-def test_a_worker_that_finds_dev_shm_full_is_not_waited_for_forever(shm_size, limit, expected):
-    """The control has room. A run waits for a batch as long as its loader options say."""
-    assert [loader_options(options(f"--workers={n}"))["timeout"] for n in (0, 1)] == [0, 600]
-    [answer] = run_on_ranks(1, load_with_a_worker, shm_size, limit)
-    if answer.startswith("skip: "):
-        pytest.skip(f"needs root, to mount a small /dev/shm: {answer}")
-    assert answer == expected
 
 
 def test_synthetic_has_any_size_and_number_of_classes_and_the_test_set_shows_the_same_pictures():
@@ -133,18 +94,3 @@ def test_one_rank_downloads_and_the_others_wait(rank, with_lock, downloads):
     load_dataset(options("--dataset=mnist", "--data-dir=.", "--batch-size=1"))
     dist.barrier()
     assert len(list(Path().glob("fetched by *"))) == downloads
-
-
-@pytest.mark.parametrize("share", [0, 0.5])
-def test_a_rank_that_finds_a_half_written_file_waits_for_the_writer(share, tmp_path, monkeypatch):
-    """The control: where the writer does not end, the set cannot be read."""
-    flags = ("--dataset=mnist", f"--data-dir={tmp_path}")
-    shutil.copytree(few_digits()[1].removeprefix("--data-dir="), tmp_path, dirs_exist_ok=True)
-    file = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
-    whole = file.read_bytes()
-    file.write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(UsageError, match="cannot read --dataset mnist"):
-        load_dataset(options(*flags))
-    monkeypatch.setattr(common.data.fcntl, "flock", lambda *_: file.write_bytes(whole))
-    train_set, _ = load_dataset(options(*flags))
-    assert len(train_set) == 300

@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from helpers.on_ranks import run_on_ranks
 from local_ranks.chapters import ROOT
 from local_ranks.machine import scratch_folder
-from local_ranks.on_ranks import run_on_ranks
 from local_ranks.stage_files import replace_once
 
 MINIMAL = "04_ddp_torchrun/minimal.py"

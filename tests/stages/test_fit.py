@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 
 import fit
 import peak
+from helpers.on_ranks import on_ranks
 from helpers.outputs import output_of
-from local_ranks.on_ranks import on_ranks
 
 MIB = peak.MIB
 torch.set_num_threads(1)  # with more, oneDNN has workspaces for each thread

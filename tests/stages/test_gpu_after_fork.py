@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from local_ranks.chapters import ROOT
-from local_ranks.machine import timeout_under_load
-from local_ranks.scripts import SECONDS
+from local_ranks.machine import SECONDS, timeout_under_load
 
 
 def has_driver() -> bool:

@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import loss_scaling
+from helpers.on_ranks import gather_from_ranks, on_ranks
 from helpers.outputs import rows_on_page
-from local_ranks.on_ranks import gather_from_ranks, on_ranks
 
 
 def test_c10_gradscaler_keeps_small_gradients_from_becoming_zero_in_fp16_and_bf16_needs_none():

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from helpers.on_ranks import run_on_ranks
 from local_ranks.chapters import ROOT
 from local_ranks.machine import scratch_folder
-from local_ranks.on_ranks import run_on_ranks
 from local_ranks.stage_files import replace_once
 from local_ranks.train_stage import default_dtype
 

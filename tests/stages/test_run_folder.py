@@ -1,19 +1,15 @@
 """The folder of a run: no file half written, and nothing of an older run in it."""
 
 import json
-import re
 
 import pytest
-import torch
 
-from common.options import UsageError
-from common.run_folder import set_aside, write_atomically
+from common.run_folder import set_aside
 from helpers.refusals import SCRIPTS, assert_one_line
+from helpers.scripts import run_script
 from helpers.small_data import few_digits
 from helpers.small_disk import CANNOT_MOUNT, fill, small_disk
-from local_ranks.chapters import ROOT
 from local_ranks.run_files import read_metrics
-from local_ranks.scripts import run_script
 from local_ranks.train_stage import FP32, ONE_EPOCH, train
 
 FIVE_STEPS = (*few_digits(), *ONE_EPOCH)  # an epoch has 5 steps
@@ -98,27 +94,6 @@ def test_a_run_that_ends_before_it_saves_takes_nothing_from_the_log(tmp_path, lo
     assert log() == list(range(1, 11))
 
 
-def test_a_run_that_is_killed_while_it_saves_resumes_from_the_checkpoint_before(tmp_path, log):
-    """It is then the only one."""
-    train("survive", 1, *FIVE_STEPS, "--epochs=2", **FP32, folder=tmp_path)
-    assert log() == list(range(1, 11))
-    (tmp_path / "checkpoint.pt").unlink()
-    run = train("survive", 1, *FIVE_STEPS, "--epochs=3", "--resume=auto", **FP32, folder=tmp_path)
-    assert re.findall(r"epoch (\d)/3", run.output) == ["2", "3"]
-    assert log() == list(range(1, 16))
-    assert not (tmp_path / "old1").exists()
-
-
-def test_a_run_that_finds_nothing_to_resume_is_new_and_sets_the_old_log_aside(tmp_path, log):
-    train("survive", 1, *FIVE_STEPS, "--epochs=2", **FP32, folder=tmp_path)
-    assert log() == list(range(1, 11))
-    for file in tmp_path.glob("checkpoint*"):
-        file.rename(tmp_path / f"my-{file.name}")
-    run = train("survive", 1, *FIVE_STEPS, "--resume=auto", **FP32, folder=tmp_path)
-    assert log("old1/metrics.jsonl") == list(range(1, 11))
-    assert [line["step"] for line in run.metrics] == list(range(1, 6))
-
-
 # Old runs, and a full disk
 
 
@@ -166,37 +141,3 @@ def test_a_full_disk_ends_stage_01_in_one_line_and_the_old_checkpoint_stays(full
     assert "Traceback" not in output
     left = {path.name: path.read_bytes() for path in (run_dir / "old1").iterdir()}
     assert left == before
-
-
-def test_a_file_that_does_not_fit_leaves_the_one_before(full_disk):
-    write_atomically(full_disk / "a.json", b"old")
-    fill(full_disk)
-    with pytest.raises(UsageError, match=r"cannot write to --run-dir .*No space left.*: make room"):
-        write_atomically(full_disk / "a.json", bytes(9999))
-    assert (full_disk / "a.json").read_bytes() == b"old"
-
-
-READER_LEAVES = """
-import os, runpy, sys
-class Pipe:
-    def write(self, text):
-        if text.startswith("epoch 1"):
-            raise BrokenPipeError
-    def flush(self):
-        pass
-
-sys.stdout, sys.path[0] = Pipe(), {folder!r}
-runpy.run_path({script!r}, run_name="__main__")
-"""
-
-
-@pytest.mark.parametrize("key", ["01", "survive"])
-def test_a_run_whose_reader_leaves_as_after_head_has_saved_the_epoch(key, tmp_path):
-    script, path = ROOT / SCRIPTS[key], tmp_path / "script.py"
-    path.write_text(READER_LEAVES.format(folder=str(script.parent), script=str(script)))
-    flags = ("--device=cpu", *FIVE_STEPS, f"--run-dir={tmp_path}")
-    [(status, output)] = run_script(str(path), *flags)
-    assert status == 1, output
-    assert "BrokenPipeError" in output
-    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["epoch"] == 1
-    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]

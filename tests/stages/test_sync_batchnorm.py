@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sync_batchnorm
 from common.options import UsageError
-from local_ranks.on_ranks import on_ranks, run_on_ranks
+from helpers.on_ranks import on_ranks, run_on_ranks
 from local_ranks.stage_files import LESSON_FOLDERS, fresh_module
 
 # Samples of each rank: uneven, one of them alone, and of four ranks one has none at all.
@@ -250,11 +250,6 @@ def convert_to_copies(model):
     return model
 
 
-def convert_and_compile(model):
-    convert(model).compile(backend="aot_eager")  # no compiler of C++ needed
-    return model
-
-
 def convert_torchs(model):
     return convert(nn.SyncBatchNorm.convert_sync_batchnorm(model))
 
@@ -281,9 +276,7 @@ def train_model(how=nn.Identity(), late=False, rank=None):  # noqa: B008
 @on_ranks(2)
 def test_c35_converting_before_or_after_wrapping_is_the_same_training(rank):
     """torch's become ours, for a CPU. The control, late copies: DDP waits for the old layers."""
-    early = [
-        (how, False) for how in (convert, convert_torchs, convert_and_compile, convert_to_copies)
-    ]
+    early = [(how, False) for how in (convert, convert_torchs, convert_to_copies)]
     for how, late in [*early, (convert_torchs, True)]:  # ours, late: the next test
         torch.testing.assert_close(train_model(how, late, rank), train_model(), **CLOSE)
     with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iter"):

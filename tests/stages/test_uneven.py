@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import uneven
 from helpers.machine import GLOO_TIMED_OUT
-from local_ranks.on_ranks import on_ranks
+from helpers.on_ranks import on_ranks
 from local_ranks.train_stage import default_dtype
 
 

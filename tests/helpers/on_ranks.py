@@ -15,9 +15,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from local_ranks.machine import scratch_folder, timeout_under_load
+from local_ranks.machine import (
+    SECONDS,
+    scratch_folder,
+    timeout_under_load,
+    use_default_start_method,
+)
 from local_ranks.ranks import run_ranks
-from local_ranks.scripts import SECONDS, use_default_start_method
 
 
 def run_on_ranks(world_size: int, function: Callable, *args: Any, may_die: tuple = ()) -> list:

@@ -21,14 +21,17 @@ import torch
 import torch.distributed as dist
 
 from local_ranks.chapters import ROOT
-from local_ranks.machine import scratch_folder, timeout_under_load
+from local_ranks.machine import (
+    SECONDS,
+    scratch_folder,
+    timeout_under_load,
+    use_default_start_method,
+)
 from local_ranks.ranks import (
     PROCESS_DEFAULTS,
     STORE_OF_A_LAUNCHER,
     torchrun_variables,
 )
-
-SECONDS = 60  # a script takes less, so only a hang reaches this limit
 
 
 def launcher_variables(port: int | str, world_size: int = 2) -> dict[str, str]:
@@ -47,11 +50,6 @@ def store_of_a_launcher(world_size: int) -> tuple[dist.TCPStore, dict[str, str]]
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return store, launcher_variables(store.port, world_size) | STORE_OF_A_LAUNCHER
-
-
-def use_default_start_method() -> None:
-    """Start loaders as in a rank of torchrun; else each rank would have its own fork server."""
-    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
 
 
 def fork_ranks() -> None:
