@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace
 
 from prove.checks import CHECKS, averaged_gradients
 from prove.checks.base import Check, CheckContext
-from prove.judge.compare_steps import FLOAT64_LIMIT, Comparer, Comparison, Outcome, worst
+from prove.judge.explain_difference import advice_against_rounding
 from prove.judge.rank_steps import StepOfRanks
 from prove.judge.reasons import Phrase, Reason
 from prove.judge.replay import Precision
@@ -248,15 +247,6 @@ def test_a_schedule_is_compared_with_the_batches_of_its_rank():
     assert row(48, 48) is None, "three epochs on two ranks, and one and a half on one"
 
 
-def test_the_worst_of_several_optimizers_is_known_whatever_they_are():
-    def worst_of(*outcomes: Outcome) -> Outcome:
-        return worst([Comparison(each, ReplayReason.NO_GRADIENTS) for each in outcomes])
-
-    assert [worst_of(each) for each in Outcome] == [*Outcome]
-    assert worst_of(Outcome.EQUAL, Outcome.MEANT_SO) == Outcome.MEANT_SO
-    assert worst_of(Outcome.MEANT_SO, Outcome.DIFFERENT) == Outcome.DIFFERENT
-
-
 def test_what_has_become_of_the_mean_is_told_from_what_each_rank_computed():
     local = [[1.0, 2.0, -1.0, 3.0], [3.0, -2.0, 2.0, 1.0]]
 
@@ -287,15 +277,14 @@ def test_what_has_become_of_the_mean_is_told_from_what_each_rank_computed():
 
 
 def test_what_is_advised_against_rounding_is_not_what_was_already_done():
-    def advice(run_in: Precision, limit: float) -> str:
-        comparer = SimpleNamespace(replay=SimpleNamespace(precision=run_in), limit=limit)
-        return Comparer.advice.fget(comparer)["words"]
+    def advice(run_in: Precision, in_float64: bool) -> str:
+        return advice_against_rounding(run_in, in_float64)["words"]
 
-    assert advice(Precision.FLOAT64, FLOAT64_LIMIT) == Phrase.ALLOW_FLOAT32
-    assert advice(Precision.FLOAT64, 5e-2) == Phrase.SEND_IN_FLOAT64
-    assert advice(Precision.AS_ASKED, FLOAT64_LIMIT) == Phrase.COMPUTE_IN_FLOAT64
-    assert advice(Precision.AS_ASKED, 3e-3) == Phrase.LEAVE_OUT_FLOAT32
-    assert advice(Precision.AS_FAILED, 3e-3) == Phrase.KEPT_IN_FLOAT32
+    assert advice(Precision.FLOAT64, True) == Phrase.ALLOW_FLOAT32
+    assert advice(Precision.FLOAT64, False) == Phrase.SEND_IN_FLOAT64
+    assert advice(Precision.AS_ASKED, True) == Phrase.COMPUTE_IN_FLOAT64
+    assert advice(Precision.AS_ASKED, False) == Phrase.LEAVE_OUT_FLOAT32
+    assert advice(Precision.AS_FAILED, False) == Phrase.KEPT_IN_FLOAT32
 
 
 def test_a_sum_over_the_ranks_that_has_no_backward_is_named_with_its_line(prove_script):

@@ -5,9 +5,8 @@ from prove.checks.mistake import LOADING, NO_SET_EPOCH, SAMPLER, iterable, plain
 from prove.judge.loader_passes import epochs_of_data_set, place_of
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import (
-    NOT_SEEN,
-    RIGHT,
     WARNING,
+    WORST_FIRST,
     WRONG,
     ReportRow,
     not_seen,
@@ -18,7 +17,6 @@ from prove.judge.table import (
 from prove.rank_record import Flag, LoaderPass, RankRecord
 
 NAME = "batches per epoch"
-WORST_FIRST = (WRONG, WARNING, NOT_SEEN, RIGHT)
 
 
 class Says(Reason):

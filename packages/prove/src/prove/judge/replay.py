@@ -14,6 +14,7 @@ from torch import Tensor
 
 from prove.comparable import NotComparableError, comparable
 from prove.judge.rank_exits import error_of
+from prove.judge.table import ReplayCheck
 from prove.rank_record import (
     Draw,
     DrawKey,
@@ -66,7 +67,7 @@ class Replay:
     ) -> None:
         """Read both runs; `names` are those of the run of all ranks and of the replay."""
         self.name, self.precision = names[1], precision
-        self.is_of_original = names[1] == Mode.ORIGINAL
+        self.check = ReplayCheck.ORIGINAL if self.name == Mode.ORIGINAL else ReplayCheck.ONE_RANK
         self.records = observed_outcome.records
         self.rank_0_record = observed_outcome.records[0]
         self.error = error_of(replay_outcome) if replay_outcome.status else ""
