@@ -54,6 +54,7 @@ def script(loss: str, batches: str = "batches(0)") -> str:
 def test_one_rank_gets_the_targets_that_a_generator_gave_all_ranks(batches, prove_script):
     ended = prove_script(script(MEAN, batches))
     assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    assert verdict(ended, "schedule") == "right", ended.stdout
     ended = prove_script(script(WEIGHTED, batches))
     assert verdict(ended, "one rank") == "WRONG", "the control: each rank has its own divisor"
 
@@ -87,11 +88,13 @@ def test_a_number_that_may_be_that_of_the_samples_of_one_rank_is_no_mistake(prov
 
 
 def test_a_step_that_the_loop_makes_by_hand_ends_where_the_next_forward_begins(prove_script):
+    """It has no learning rate that could be compared, unlike the optimizer of the first test."""
     for loss, expected in ((MEAN, "right"), (WEIGHTED, "WRONG")):
         by_hand = script(loss).replace("optimizer = torch.optim.SGD(model.parameters(), 0.1)", "")
         by_hand = by_hand.replace("optimizer.zero_grad()", "model.zero_grad()")
         ended = prove_script(by_hand.replace("optimizer.step()", STEP_BY_HAND))
         assert verdict(ended, "one rank") == expected, ended.stdout + ended.stderr
+        assert verdict(ended, "schedule").startswith("no row"), ended.stdout
 
 
 def test_a_policy_that_acts_is_not_trained_and_a_target_network_gets_the_rows_of_all(prove_script):

@@ -14,7 +14,7 @@ from prove.judge.reasons import Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.table import RIGHT, WARNING, WRONG, ReportRow, not_seen, warning, worst
-from prove.rank_record import Finding, Flag, Mode, ReplayVariant, forced_file
+from prove.rank_record import DrawFinding, Flag, Mode, ReplayVariant, forced_file
 from prove.runs import Runs
 
 
@@ -117,7 +117,7 @@ class Controls:
         if unsure is None:
             return None
         found = None
-        other_shares = self.replay.source_lines_of_draws(Finding.OTHER_SHARES)
+        other_shares = self.replay.source_lines_of_draws(DrawFinding.OTHER_SHARES)
         if self.replay.rank_0_record.dropout and not other_shares:
             found = self.replay_with_draws(ReplayVariant.NO_DROPOUT, self.batch_decisions)
         if found is None or replay_checks.unsure_draws(found[0]):
@@ -158,7 +158,7 @@ class Controls:
 
         Only the right order makes all gradients equal.
         """
-        if not self.replay.source_lines_of_draws(Finding.SEVERAL):
+        if not self.replay.source_lines_of_draws(DrawFinding.SEVERAL):
             return None
         blocks = self.runs.replay(Mode.REPLAY, self.command, ReplayVariant.ROWS_IN_BLOCKS)
         if replay_checks.why_not_replayed(blocks):

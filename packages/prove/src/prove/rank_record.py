@@ -57,7 +57,7 @@ class Ended(StrEnum):
         return self in (Ended.FINISHED, Ended.WHEN_SEEN)
 
 
-class Finding(StrEnum):
+class DrawFinding(StrEnum):
     """A replay's finding about the random draws of one line."""
 
     BY_SAMPLE = "one for each sample"
@@ -244,7 +244,7 @@ class OptimizerStep:
     batch: int  # number in the pass, from 1 on
     epoch: int  # number from 0 on
     batch_size: int | None
-    learning_rates: list[float]  # one for each parameter group
+    learning_rates: list[float]  # one for each parameter group; none for a step by hand
     loss_scale: float
     dtype: str  # dtype of the gradients
     weights_before: list[Projection]
@@ -413,7 +413,9 @@ class RankRecord:
     exchange_precision: float = 0.0  # the spacing of numbers near 1 in what backward and step send
     seed: int = 0  # initial seed of its generators
     why_not_kept: str = ""  # why a batch could not be kept for a replay
-    draws: dict[Finding, list[str]] = field(default_factory=dict)  # source lines of each finding
+    draws: dict[DrawFinding, list[str]] = field(
+        default_factory=dict
+    )  # source lines of each finding
     own_batch_size: int | None = None  # set by the replaying rank's script
     # Parameters whose shape differs from the observed one, by optimizer of the replaying rank.
     other_shapes: dict[int, list[tuple]] = field(default_factory=dict)

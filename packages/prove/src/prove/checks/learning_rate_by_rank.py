@@ -71,7 +71,7 @@ def rows_of_rates(context: CheckContext) -> list[ReportRow]:
         for n, ranks_rates in enumerate(epochs, start=1)
     ]
     for ranks_rates, when in rates:
-        if any(of_rank != ranks_rates[0] for of_rank in ranks_rates):
+        if all(ranks_rates) and any(of_rank != ranks_rates[0] for of_rank in ranks_rates):
             first_rates = [of_rank[0] for of_rank in ranks_rates]
             return [wrong(NAME, Says.RATES_BY_RANK, rates=first_rates, when=when)]
     return []

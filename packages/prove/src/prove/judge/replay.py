@@ -17,9 +17,9 @@ from prove.judge.rank_exits import error_of
 from prove.judge.table import ReplayCheck
 from prove.rank_record import (
     Draw,
+    DrawFinding,
     DrawKey,
     Ended,
-    Finding,
     Mode,
     OneDraw,
     OptimizerStep,
@@ -137,7 +137,7 @@ class Replay:
         later = bool(ranks_batches and one_batches) and one_batches[0] > ranks_batches[0]
         return later or backwards_of_one >= backwards * len(self.records) > 0
 
-    def source_lines_of_draws(self, finding: Finding) -> list[str]:
+    def source_lines_of_draws(self, finding: DrawFinding) -> list[str]:
         """List the lines of draws with this finding, from both runs."""
         records = [*self.records, self.one_rank_record]
         places = [place for record in records for place in record.draws.get(finding, [])]

@@ -11,7 +11,7 @@ from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.table import WRONG, ReplayCheck, ReportRow, not_seen, right, warning
 from prove.judge.wording import phrase
-from prove.rank_record import DataFinding, Finding, Flag, RaisedError, RankRecord
+from prove.rank_record import DataFinding, DrawFinding, Flag, RaisedError, RankRecord
 
 DRAWS_OF_SHARES = {"numpy.beta", "numpy.dirichlet", "_sample_dirichlet"}  # never decide a branch
 FLOAT64 = ("torch.float64", "torch.complex128")
@@ -77,10 +77,10 @@ def is_sum_over_local_batch(replay: Replay, sequence: Replay) -> bool:
 def unsure_draws(replay: Replay) -> ReportRow | None:
     """Say which draws could not be passed to one rank, so that a difference means nothing."""
     reasons = {
-        Finding.OPAQUE: ReplayReason.DRAWS_IN_KERNEL,
-        Finding.TOO_MANY: ReplayReason.TOO_MANY_DRAWS,
-        Finding.ESCAPED: ReplayReason.DRAWS_ESCAPED,
-        Finding.NOT_MATCHED: ReplayReason.DRAWS_NOT_MATCHED,
+        DrawFinding.OPAQUE: ReplayReason.DRAWS_IN_KERNEL,
+        DrawFinding.TOO_MANY: ReplayReason.TOO_MANY_DRAWS,
+        DrawFinding.ESCAPED: ReplayReason.DRAWS_ESCAPED,
+        DrawFinding.NOT_MATCHED: ReplayReason.DRAWS_NOT_MATCHED,
     }
     for finding, reason in reasons.items():
         if places := replay.source_lines_of_draws(finding):
@@ -158,7 +158,7 @@ def by_statistics(replay: Replay, row: ReportRow) -> ReportRow:
 
 def missing_before_a_later_epoch(replay: Replay) -> dict[str, Any] | None:
     """Say what the ranks did between two epochs that one rank may have done differently."""
-    if places := replay.source_lines_of_draws(Finding.BETWEEN):
+    if places := replay.source_lines_of_draws(DrawFinding.BETWEEN):
         return phrase(Phrase.DRAWN_BETWEEN, places=places)
     passes = replay.rank_0_record.loader_passes
     trained = {each.dataset_number for each in passes if each.step_count}
@@ -181,9 +181,9 @@ def draws_not_given(replay: Replay, rows: list[ReportRow]) -> ReportRow | None:
 def draw_rows(replay: Replay) -> list[ReportRow]:
     """Judge the random numbers that the ranks draw inside a step."""
     rows = decision_rows(replay)
-    same = replay.source_lines_of_draws(Finding.SAME_NOISE)
+    same = replay.source_lines_of_draws(DrawFinding.SAME_NOISE)
     of_dropout = replay.rank_0_record.dropout  # dropout has its own row
-    by_sample = [at for at in replay.source_lines_of_draws(Finding.BY_SAMPLE) if at not in same]
+    by_sample = [at for at in replay.source_lines_of_draws(DrawFinding.BY_SAMPLE) if at not in same]
     if places := [at for at in same if at not in of_dropout]:
         rows.append(warning(ReplayCheck.RANDOM_NUMBERS, ReplayReason.SAME_NOISE, places=places))
     elif places := by_sample:
@@ -196,12 +196,12 @@ def decision_rows(replay: Replay) -> list[ReportRow]:
 
     They may be a share, such as mixup's, or decide a branch; only the distribution's name can tell.
     """
-    check, places = ReplayCheck.RANDOM_DECISIONS, replay.source_lines_of_draws(Finding.DECISION)
+    check, places = ReplayCheck.RANDOM_DECISIONS, replay.source_lines_of_draws(DrawFinding.DECISION)
     names: dict[str, set[str]] = {}
     for key in replay.batch_decisions:
         names.setdefault(key.source_line, set()).add(key.name)
     shares = [at for at in places if names.get(at) and names[at] <= DRAWS_OF_SHARES]
-    agreed_first = replay.source_lines_of_draws(Finding.COMMON)
+    agreed_first = replay.source_lines_of_draws(DrawFinding.COMMON)
     agreed = [at for at in places if at not in shares and at in agreed_first]
     decided = [at for at in places if at not in shares and at not in agreed_first]
     rows = []

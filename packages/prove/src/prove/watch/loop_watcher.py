@@ -146,10 +146,8 @@ class LoopWatcher:
             noted.append((self.run.record.step_count + 1, at))
 
     def next_key(self, name: str, line: str) -> CallKey:
-        if (
-            self.run.settings.mode == Mode.ORIGINAL
-        ):  # its lines differ, so calls are matched by order
-            line = ""
+        if self.run.settings.mode == Mode.ORIGINAL:
+            line = ""  # the original has other lines, so its calls are matched by order
         self.calls[name, line] += 1
         return CallKey(line, name, self.calls[name, line] - 1)
 

@@ -24,7 +24,7 @@ class OptimizerByHand:
     """Stands in for a missing optimizer, and holds the parameters that the script changes."""
 
     def __init__(self) -> None:
-        self.param_groups: list[dict] = [{"params": [], "lr": 0.0}]
+        self.param_groups: list[dict] = [{"params": []}]  # without a learning rate
         self.addresses: list[int] = []  # memory addresses of its parameters
 
     def hold(self, parameter: Tensor) -> None:

@@ -38,7 +38,7 @@ class FunctionalParameters:
 
     def __init__(self, named: dict[str, Tensor], batch: tuple[int, int]) -> None:
         self.names, self.batch = list(named), batch
-        self.param_groups: list[dict] = [{"params": list(named.values()), "lr": 0.0}]
+        self.param_groups: list[dict] = [{"params": list(named.values())}]  # and no learning rate
 
 
 @dataclass
@@ -304,7 +304,7 @@ class StepWatcher:
         nothing: list = [None] * len(new)
         epoch = run.current_loader_pass.epoch if run.current_loader_pass else 0
         step = OptimizerStep(
-            source_line(), before.batch[1], epoch, run.current_batch_size(), [0.0], 1.0, "",
+            source_line(), before.batch[1], epoch, run.current_batch_size(), [], 1.0, "",
             weights_before, nothing, nothing, False, weights_after,
         )  # fmt: skip
         if len(run.record.optimizers[optimizer_index].steps) < MAX_STEPS:
