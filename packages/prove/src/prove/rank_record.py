@@ -451,31 +451,22 @@ class RunOutcome:
     seconds: float
 
 
-def record_file(folder: str, mode: str, rank: int) -> Path:
-    return Path(folder, f"{mode}.{rank}.record")
+class RankFile(StrEnum):
+    """A file that each rank of a run writes into the folder of the run."""
 
+    RECORD = "record"
+    GRADIENTS = "gradients.pt"  # at the first step
+    TENSORS = "tensors.pt"  # what a replay needs
+    LOOP = "loop.pt"  # what a loop without a DataLoader has read: see loop_watcher.py
+    CALLS = "calls"  # collectives, each logged before it begins, because the rank may die in it
 
-def gradients_file(folder: str, mode: str, rank: int) -> Path:
-    return Path(folder, f"{mode}.{rank}.gradients.pt")
-
-
-def tensors_file(folder: str, mode: str, rank: int) -> Path:
-    return Path(folder, f"{mode}.{rank}.tensors.pt")
-
-
-def loop_file(folder: str, mode: str, rank: int) -> Path:
-    """Name the file with the data that a loop without a DataLoader read: see loop_watcher.py."""
-    return Path(folder, f"{mode}.{rank}.loop.pt")
+    def of(self, folder: str, mode: str, rank: int) -> Path:
+        return Path(folder, f"{mode}.{rank}.{self}")
 
 
 def forced_file(folder: str, variant: ReplayVariant) -> Path:
     """Name the file of draws that all runs of a variant get: Draw or OneDraw by key."""
     return Path(folder, f"forced{variant}.pt")
-
-
-def calls_file(folder: str, mode: str, rank: int) -> Path:
-    """Name the file of a rank's collectives. Each is logged before it begins: the rank may die."""
-    return Path(folder, f"{mode}.{rank}.calls")
 
 
 def with_last_calls(record: RankRecord, file: Path) -> RankRecord:
@@ -495,7 +486,7 @@ def read_records(folder: str, mode: str) -> list[RankRecord]:
     files = Path(folder).glob(f"{mode}.*.record")
     records = [pickle.loads(file.read_bytes()) for file in files]
     return [
-        with_last_calls(record, calls_file(folder, mode, record.rank))
+        with_last_calls(record, RankFile.CALLS.of(folder, mode, record.rank))
         for record in sorted(records, key=lambda own: own.rank)
     ]
 

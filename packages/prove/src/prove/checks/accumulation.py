@@ -84,4 +84,4 @@ PLANTED = (
         ("(loss * world_size / words).backward()", "loss.backward()"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.STEPS, watch, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.STEPS, watch, planted=PLANTED)

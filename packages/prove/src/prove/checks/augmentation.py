@@ -69,4 +69,4 @@ PLANTED = (
         ("    random.seed(rank + 1)", "    random.seed(1)"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ALL_RECORDS, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ALL_RECORDS, planted=PLANTED)

@@ -264,4 +264,4 @@ PLANTED = (
 # If one rank computes the same, the change of the gradients was no mistake. A lost imaginary part
 # is the exception, because one rank loses it, too.
 UNEXPLAINED = frozenset({*Says} - {Says.MEAN_OF_RANKS, Says.IMAGINARY_LOST})
-CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, moot_if_proven=UNEXPLAINED, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ONE_MODEL, moot_if_proven=UNEXPLAINED, planted=PLANTED)

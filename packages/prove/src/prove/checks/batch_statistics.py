@@ -38,4 +38,4 @@ def judge(context: CheckContext) -> list[ReportRow]:
     return [warning(NAME, reason, **statistic)]
 
 
-CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL)
+CHECK = Check(NAME, judge, Phase.ONE_MODEL)

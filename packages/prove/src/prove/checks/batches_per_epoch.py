@@ -112,4 +112,4 @@ PLANTED = (
         ("islice(points, part, None,", "islice(points, part, SAMPLES - 60 * self.rank,"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ALL_RECORDS, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ALL_RECORDS, planted=PLANTED)

@@ -106,5 +106,5 @@ PLANTED = (
         ("            dist.broadcast(buffer, src=0)\n", "            pass\n"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, watch, planted=PLANTED)
-OUTSIDE_DDP = Check(NAME, Says, judge_outside_ddp, Phase.ONE_MODEL)
+CHECK = Check(NAME, judge, Phase.ONE_MODEL, watch, planted=PLANTED)
+OUTSIDE_DDP = Check(NAME, judge_outside_ddp, Phase.ONE_MODEL)

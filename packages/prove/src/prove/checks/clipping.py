@@ -30,4 +30,4 @@ PLANTED = (
         ("            scaler.unscale_(optimizer)\n", ""),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.STEPS, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.STEPS, planted=PLANTED)

@@ -67,4 +67,4 @@ def missed_call(records: list[RankRecord], calls: list[list[Collective]]) -> dic
     return phrase("rank {rank} calls {name} at {at}, which rank {others} does not reach", **facts)
 
 
-CHECK = Check(NAME, Says, judge, Phase.ANY_RUN)
+CHECK = Check(NAME, judge, Phase.ANY_RUN)

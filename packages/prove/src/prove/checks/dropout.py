@@ -32,4 +32,4 @@ PLANTED = (
         ("torch.manual_seed(rank + 1)", "torch.manual_seed(1)"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ALL_RECORDS, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ALL_RECORDS, planted=PLANTED)

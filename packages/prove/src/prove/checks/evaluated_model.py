@@ -126,4 +126,4 @@ def evaluated_by_all(records: list[RankRecord]) -> list[list[EvaluatedModule]]:
     ]
 
 
-CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, watch)
+CHECK = Check(NAME, judge, Phase.ONE_MODEL, watch)

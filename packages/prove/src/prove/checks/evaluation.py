@@ -315,4 +315,4 @@ PLANTED = (
         ),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ALL_RECORDS, watch, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ALL_RECORDS, watch, planted=PLANTED)

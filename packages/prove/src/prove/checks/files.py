@@ -177,4 +177,4 @@ PLANTED = (
         ),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ANY_RUN, watch, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ANY_RUN, watch, planted=PLANTED)

@@ -36,4 +36,4 @@ def judge(context: CheckContext) -> list[ReportRow]:
     return [warning(NAME, Says.GRADIENTS_NOT_FINITE, **facts)]
 
 
-CHECK = Check(NAME, Says, judge, Phase.STEPS)
+CHECK = Check(NAME, judge, Phase.STEPS)

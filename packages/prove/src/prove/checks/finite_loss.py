@@ -77,4 +77,4 @@ PLANTED = (
         (LOSS, f"{LOSS} + points[labels > 9].mean()"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.STEPS, watch, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.STEPS, watch, planted=PLANTED)

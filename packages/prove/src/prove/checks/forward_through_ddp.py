@@ -45,4 +45,4 @@ PLANTED = (
     ),
 )  # fmt: skip
 UNEXPLAINED = frozenset({Says.AROUND_DDP, Says.NO_DDP})
-CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, moot_if_proven=UNEXPLAINED, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ONE_MODEL, moot_if_proven=UNEXPLAINED, planted=PLANTED)

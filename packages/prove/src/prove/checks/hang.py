@@ -49,4 +49,4 @@ PLANTED = (
         ),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ANY_RUN, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ANY_RUN, planted=PLANTED)

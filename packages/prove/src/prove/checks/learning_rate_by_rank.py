@@ -99,4 +99,4 @@ PLANTED = (
         ("        scheduler.step()\n", "        if rank == 0:\n            scheduler.step()\n"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, watch, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ONE_MODEL, watch, planted=PLANTED)

@@ -31,4 +31,4 @@ PLANTED = (
         ("init_scale=1024.0", "init_scale=1024.0 * (rank + 1)"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ONE_MODEL, planted=PLANTED)

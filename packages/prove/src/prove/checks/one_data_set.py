@@ -62,5 +62,5 @@ PLANTED = (
         ("manual_seed(size)", "manual_seed(size + dist.get_rank())"),
     ),
 )  # fmt: skip
-FIELDS = Check(NAME, Says, judge_fields, Phase.ALL_RECORDS)  # stands before the check of samples
-CONTENTS = Check(NAME, Says, judge_contents, Phase.ALL_RECORDS, planted=PLANTED)
+FIELDS = Check(NAME, judge_fields, Phase.ALL_RECORDS)  # stands before the check of samples
+CONTENTS = Check(NAME, judge_contents, Phase.ALL_RECORDS, planted=PLANTED)

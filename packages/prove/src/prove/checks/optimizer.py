@@ -52,4 +52,4 @@ PLANTED = (
         ("SGD(ddp.parameters()", "SGD(ddp.module[0].parameters()"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.STEPS, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.STEPS, planted=PLANTED)

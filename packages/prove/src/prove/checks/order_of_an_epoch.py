@@ -80,4 +80,4 @@ PLANTED = (
         ("        dataset.epoch = epoch\n", ""),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ALL_RECORDS, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ALL_RECORDS, planted=PLANTED)

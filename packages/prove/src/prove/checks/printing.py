@@ -43,4 +43,4 @@ PLANTED = (
         ("        if rank == 0:\n", "        if rank >= 0:\n"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ANY_RUN, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ANY_RUN, planted=PLANTED)

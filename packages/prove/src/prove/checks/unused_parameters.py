@@ -86,10 +86,9 @@ PLANTED = (
         ),
     ),
 )  # fmt: skip
-STOPPED = Check(NAME, Says, judge_end, Phase.ANY_RUN, planted=PLANTED)
+STOPPED = Check(NAME, judge_end, Phase.ANY_RUN, planted=PLANTED)
 USED_BY_SOME = Check(
     NAME,
-    Says,
     judge_steps,
     Phase.ONE_MODEL,
     moot_if_proven=frozenset({Says.PARAMETERS_OF_SOME}),

@@ -37,4 +37,4 @@ PLANTED = (
         (" + (worker.id if worker else 0)", ""),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ALL_RECORDS, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ALL_RECORDS, planted=PLANTED)

@@ -40,4 +40,4 @@ PLANTED = (
         ("            optimizer.zero_grad()\n", ""),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ONE_MODEL, planted=PLANTED)

@@ -30,4 +30,4 @@ PLANTED = (
         (LOSS, "F.cross_entropy(ddp(points)[:, :1], torch.zeros_like(labels))"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.STEPS, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.STEPS, planted=PLANTED)

@@ -23,10 +23,9 @@ from prove.rank_record import (
     Mode,
     OneDraw,
     OptimizerStep,
+    RankFile,
     RankRecord,
     RunOutcome,
-    gradients_file,
-    tensors_file,
 )
 
 
@@ -76,14 +75,14 @@ class Replay:
         self.stepped = (
             self.one_rank_record.step_count > 0 and self.one_rank_record.ended != Ended.NOT_YET
         )
-        ranks_file, one_file = (gradients_file(folder, name, 0) for name in names)
+        ranks_file, one_file = (RankFile.GRADIENTS.of(folder, name, 0) for name in names)
         self.ranks_gradients = load_gradients(ranks_file)
         self.one_gradients: dict = {}
         self.batch_decisions: dict[DrawKey, Draw] = {}  # decisions that differ between the ranks
         self.per_sample_draws: dict[DrawKey, OneDraw] = {}  # draws that differ by sample
         if self.stepped:
             self.one_gradients = load_gradients(one_file)
-            tensors = torch.load(tensors_file(folder, names[1], 0), weights_only=False)
+            tensors = torch.load(RankFile.TENSORS.of(folder, names[1], 0), weights_only=False)
             self.batch_decisions = tensors["batch_decisions"]
             self.per_sample_draws = tensors["per_sample_draws"]
 

@@ -112,7 +112,7 @@ def schedules_by_batch(replay: Replay) -> list[tuple[Schedule, Schedule]]:
 def measured_schedule(record: ScheduleRecord, rank: RankRecord, window: int) -> Schedule | None:
     """Measure a schedule in batches, `window` of which make one step; None if unknown."""
     first = first_trained_pass(rank)
-    epoch = first and first.batches_and_samples
+    epoch = first.batches_and_samples if first else None
     if not record.by_batch or not record.length or not record.batches or epoch is None:
         return None
     steps_per_batch = record.step_count / record.batches / window
