@@ -1,7 +1,6 @@
 """prove replays the samples of all ranks, and judges how a script deals them out and evaluates."""
 
 import random
-from collections import UserDict
 from collections.abc import Callable
 from functools import partial
 
@@ -10,10 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from prove.checks.samples import Says, row_by_content
 from prove.random_state import worker_drew
-from prove.rank_record import LoaderPass, RankRecord
-from prove.watch.batches import as_double, tensors_in
 from prove.watch.data import fingerprint
 from prove_cases import planted, training_of
 from prove_runs import verdict
@@ -95,19 +91,6 @@ def test_a_batch_that_only_rank_0_looks_at_is_no_batch_of_the_others(prove_scrip
     assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
     ended = prove_script(source.replace("mean()", "sum()"))
     assert verdict(ended, "one rank") == "WRONG", ended.stdout + ended.stderr
-
-
-class Batch(UserDict):
-    """Resembles transformers' BatchEncoding, which is no dict and is read by attribute."""
-
-    x = property(lambda self: self["x"])
-
-
-def test_a_batch_of_a_class_of_its_own_becomes_float64_and_stays_of_that_class():
-    batch = as_double([Batch(x=torch.ones(2)), {"y": (torch.ones(1, dtype=torch.int), "text")}])
-    assert [tensor.dtype for tensor in tensors_in(batch)] == [torch.float64, torch.int32]
-    assert batch[0].x.tolist() == [1, 1]
-    assert batch[1]["y"][1] == "text"
 
 
 def test_an_evaluation_that_prove_itself_cuts_is_not_said_to_stop_early(prove_script):
@@ -476,33 +459,6 @@ def test_an_evaluation_of_a_stream_is_judged_by_content(prove_script):
         source.replace("dist.all_reduce(totals)", "pass"),
     ):
         assert verdict(prove_script(changed), "evaluation") == "warning"
-
-
-def test_a_shared_stream_is_told_to_split_or_to_shuffle_before_it_splits():
-    """Where the end of the stream was not seen, it is told both. The control: it is split."""
-
-    def reason(*of_ranks: range, ended: bool) -> Says:
-        fixed = {
-            "pass_index": 0,
-            "loader_number": 0,
-            "source_line": "train.py:1",
-            "sampler": "?",
-            "shuffle": None,
-        }
-        fixed |= {"workers": 0, "batch_size": 5, "most_batches": 4}
-        fixed |= {"dataset_number": 0, "dataset_length": None}
-        fixed |= {"fingerprint": [], "is_stream": True, "with_gradients": True}
-        fixed |= {"batches_and_samples": None, "steps_before": 0, "collectives_before": 0}
-        fixed |= {"backwards_before": 0, "generators": []}
-        passes = [LoaderPass(**fixed, ended=ended, contents=[[*own]]) for own in of_ranks]
-        return row_by_content([RankRecord() for _ in passes], [passes], False).reason
-
-    for ended in (True, False):
-        everything = reason(range(20), range(19, -1, -1), ended=ended)
-        assert everything == Says.STREAM_NOT_SPLIT
-    assert reason(range(20), range(10, 30), ended=True) == Says.STREAM_SPLIT_DIFFERENTLY
-    assert reason(range(20), range(10, 30), ended=False) == Says.CONTENTS_SHARED
-    assert reason(range(20), range(20, 40), ended=False) == Says.CONTENTS_SPLIT
 
 
 def test_padding_does_not_hide_that_nobody_adds_up_the_parts(prove_script):

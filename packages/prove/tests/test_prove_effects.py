@@ -4,8 +4,6 @@ import os
 import re
 import runpy
 import signal
-import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -13,15 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
-import torch.distributed as dist
-
 from prove.judge import printed_numbers
-from prove.rank_record import Mode, Settings
-from prove.watch import process_io
-from prove.watch.rank_run import RankRun
 from prove_cases import planted, training_of
-from prove_runs import SECONDS, TORCHRUN, Proof, call, forked, patience, run, verdict
+from prove_runs import SECONDS, TORCHRUN, Proof, forked, patience, run, verdict
 
 HARMLESS = """        if rank == 0:
             import shutil
@@ -147,29 +139,6 @@ def test_random_numbers_of_the_script_are_those_of_an_unobserved_run(prove_scrip
     assert plain[0] != plain[1], "the control: they change from epoch to epoch"
 
 
-def collectives_seen(folder, names, watched_names):
-    """Which calls are recorded, if the collectives of these names are in prove's table."""
-    for name in names:  # planted: an older torch lacks the newest names
-        setattr(dist, name, lambda: None)
-    process_io.COLLECTIVES = watched_names
-    run_of_rank = RankRun(Settings(str(folder), Mode.OBSERVE, False, True, 1, 0, 1))
-    process_io.install(run_of_rank)
-    run_of_rank.joined = True
-    for name in names:
-        getattr(dist, name)()
-    return [collective.name for collective in run_of_rank.record.collectives]
-
-
-@pytest.mark.parametrize("left_out", ["", "all_gather_single"])
-def test_collectives_are_seen_by_their_old_and_new_names(left_out, tmp_path):
-    """The control: a name that is not in the table."""
-    names = ["all_gather_into_tensor", "all_gather_single", "reduce_scatter_single"]
-    names += ["gather_single", "gather_into_tensor"]
-    watched = [name for name in process_io.COLLECTIVES if name != left_out]
-    seen = call(collectives_seen, tmp_path, names, watched)
-    assert seen == [name for name in names if name != left_out]
-
-
 def test_a_file_is_named_where_all_ranks_open_it(prove_script):
     """Rank 0 also appends to what all ranks make anew. The control: rank 0 alone makes it."""
     begins = "torch.manual_seed(dist.get_rank())\n"
@@ -289,14 +258,6 @@ def test_ranks_that_part_are_no_script_that_fails_by_itself(prove_script):
     ended = prove_script(source.replace("CONDITION", "1 / dist.get_rank()"))
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "ZeroDivisionError" in ended.stderr
-
-
-def test_a_rank_ends_with_its_status_whatever_its_script_did_to_stdout():
-    """A forked rank that raised here would go on as prove itself and delete what others need."""
-    closed = "import os, sys; from prove.rank_record import end_process\n"
-    closed += "with open(os.devnull, 'w') as sys.stdout: pass\n"
-    ended = subprocess.run([sys.executable, "-c", closed + "end_process(3)"], capture_output=True)
-    assert (ended.returncode, ended.stderr) == (3, b"")
 
 
 FILES = """

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from prove import processes
 from prove.checks import SENTENCES, order_of_an_epoch
 from prove.judge import rank_exits, replay_checks, table, wording
 from prove.judge.reasons import Phrase
 from prove.judge.replay_reasons import ReplayReason
 from prove.rank_record import Ended, RaisedError, RankRecord, RunOutcome
 from prove_cases import PACKAGE, planted, training_of
-from prove_runs import SECONDS, TORCHRUN, forked, run, verdict
+from prove_runs import TORCHRUN, run, verdict
 
 TWO_DATA_SETS = (
     ("    train_set, test_set = ", "    more = Points(20, 0.0)\n    train_set, test_set = "),
@@ -87,16 +86,6 @@ def test_if_nothing_can_be_judged_one_line_says_why(source, message, prove_scrip
     assert (ended.returncode, ended.stdout) == (2, "")
     assert last.startswith("error: ")
     assert message in last
-
-
-def test_a_rank_that_cannot_be_watched_says_why(tmp_path):
-    environment = {"OMP_NUM_THREADS": "1"}  # without PROVE, which install() reads
-    log = tmp_path / "log"
-    rank = forked.Process(target=processes.become_rank, args=(["train.py"], environment, log))
-    rank.start()
-    rank.join(SECONDS)
-    assert rank.exitcode == 1
-    assert log.read_text().splitlines()[-1] == "KeyError: 'PROVE'"
 
 
 def test_every_cure_links_to_a_heading_that_exists():

@@ -1,10 +1,10 @@
 """prove judges a model: its gradients, its random numbers, its schedule, and what it decides."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from prove.checks import CHECKS, averaged_gradients
-from prove.checks.base import Check, CheckContext
+from prove.checks import averaged_gradients
+from prove.checks.base import CheckContext
 from prove.judge.explain_difference import advice_against_rounding
 from prove.judge.rank_steps import StepOfRanks
 from prove.judge.reasons import Phrase, Reason
@@ -297,27 +297,3 @@ def test_a_sum_over_the_ranks_that_has_no_backward_is_named_with_its_line(prove_
     )
     assert verdict(ended, "one rank") == "WRONG", ended.stdout
     assert f"sums the loss over the ranks, but {NO_BACKWARD}" in " ".join(ended.stdout.split())
-
-
-def test_the_order_of_the_checks_is_only_that_of_their_rows():
-    def step(rank: int, number: int) -> OptimizerStep:
-        weights = [[(float(rank * n), 1.0)] for n in (number, number + 1)]
-        return OptimizerStep(
-            "train.py:8", number, 0, 4, [0.1], 1.0, "torch.float64", weights[0],
-            [(1.0 + rank, 1.0)], [1.0 + rank], True, weights[1],
-        )  # fmt: skip
-
-    def rows(checks: Iterable[Check]) -> list[str]:
-        records = [RankRecord(rank=rank, world_size=2) for rank in (0, 1)]
-        for record in records:
-            steps = [step(record.rank, number) for number in (1, 2, 3)]
-            names = {"names": ["weight"], "keys": [""]}
-            record.optimizers = [OptimizerRecord("train.py:8", False, steps=steps, **names)]
-        context = CheckContext(RunOutcome(0, "", False, False, records, 1.0))
-        of_checks = {check: context.rows_of(check) for check in checks}
-        return [f"{row.verdict} {row.check}" for check in CHECKS for row in of_checks[check]]
-
-    in_order = rows(CHECKS)
-    assert rows(reversed(CHECKS)) == in_order
-    assert {"WRONG weights", "WRONG averaged gradients"} <= {*in_order}
-    assert "WRONG zero_grad" not in in_order, "it asks the check of averaged gradients"
