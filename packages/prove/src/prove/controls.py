@@ -84,12 +84,7 @@ class Controls:
         """Try the other order of rows if BatchNorm gets several rows of each sample."""
         if Flag.BATCHNORM_ROWS_GUESSED not in self.replay.one_rank_record.flags:
             return None
-        blocks = self.runs.replay(Mode.REPLAY, self.command, ReplayVariant.ROWS_IN_BLOCKS)
-        compared = comparison_rows(blocks)
-        if worst(compared) != RIGHT:
-            return self.no_verdict(ReplayReason.BATCHNORM_ROWS_GUESSED)
-        self.replay = blocks
-        return compared
+        return self.equal_in_blocks() or self.no_verdict(ReplayReason.BATCHNORM_ROWS_GUESSED)
 
     def excuse_known_cause(self) -> list[ReportRow] | None:
         """Give no verdict if a row of an earlier check explains each difference."""
@@ -126,9 +121,7 @@ class Controls:
 
     def excuse_missing_data(self) -> list[ReportRow] | None:
         """Give no verdict if a loop without a loader could not be given its data."""
-        rank_0_record = self.replay.rank_0_record
-        has_batches = any(each.step_count for each in rank_0_record.loader_passes)
-        if has_batches:
+        if self.replay.rank_0_record.trained_passes:
             return None
         if obstacle := replay_checks.data_not_given(self.replay, self.compared):
             return [obstacle]
@@ -145,7 +138,9 @@ class Controls:
         _, compared = found
         if worst(compared) == WRONG:
             return None
-        if equal := self.try_rows_in_blocks():
+        if self.replay.source_lines_of_draws(DrawFinding.SEVERAL) and (
+            equal := self.equal_in_blocks()
+        ):
             return equal
         facts = {
             "apart_of_one_draw": largest_relative_error(compared),
@@ -153,13 +148,11 @@ class Controls:
         }
         return self.no_verdict(ReplayReason.EQUAL_WITH_ONE_DRAW, **facts)
 
-    def try_rows_in_blocks(self) -> list[ReportRow] | None:
-        """Try the other order of draws if each sample has several and their order is unknown.
+    def equal_in_blocks(self) -> list[ReportRow] | None:
+        """Try the other order of rows or draws, of which each sample has several.
 
-        Only the right order makes all gradients equal.
+        Only the right order makes all gradients equal. Returns None if this one does not.
         """
-        if not self.replay.source_lines_of_draws(DrawFinding.SEVERAL):
-            return None
         blocks = self.runs.replay(Mode.REPLAY, self.command, ReplayVariant.ROWS_IN_BLOCKS)
         if replay_checks.why_not_replayed(blocks):
             return None

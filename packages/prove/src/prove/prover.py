@@ -126,7 +126,7 @@ class Prover:
         if worst(compared) == WRONG:
             unsure = replay_checks.unsure_draws(replay)
             unsure = unsure or replay_checks.draws_not_given(replay, rows)
-            if not any(each.step_count for each in replay.rank_0_record.loader_passes):
+            if not replay.rank_0_record.trained_passes:
                 reason, apart = ReplayReason.ORIGINAL_GETS_NO_DATA, largest_relative_error(compared)
                 unsure = unsure or not_seen(replay.check, reason, apart=apart)
             compared = [unsure] if unsure else compared
@@ -195,7 +195,7 @@ def steps_of_all_ranks(records: list[RankRecord]) -> list[RankRecord]:
 
     From then on, that rank makes no steps and gets the weights only later.
     """
-    passes = [[each for each in rank.loader_passes if each.step_count] for rank in records]
+    passes = [rank.trained_passes for rank in records]
     if Flag.JOINS not in records[0].flags or not all(passes):
         return records
     batches = [of_rank[0].batches_given for of_rank in passes]

@@ -127,13 +127,17 @@ class Settings:
     world_size: int  # ranks of the observed run, known after it
     rows_are_split: bool = False  # all ranks load the same batches, and each uses its own rows
     variant: ReplayVariant = ReplayVariant.USUAL
-    dropout: bool = True  # False switches dropout off, because its masks cannot be recorded
     watches_operations: bool = True  # False leaves the operations of the script's torch unchanged
     shares_out_cores: bool = False  # a run of one rank gets the threads of all ranks
 
     def __post_init__(self) -> None:
         """Turn the strings of JSON into enums."""
         self.mode, self.variant = Mode(self.mode), ReplayVariant(self.variant)
+
+    @property
+    def dropout(self) -> bool:
+        """Does dropout stay on? It is switched off if its masks cannot be recorded."""
+        return self.variant != ReplayVariant.NO_DROPOUT
 
     @property
     def name(self) -> str:
@@ -427,6 +431,11 @@ class RankRecord:
     data: dict[DataFinding, list[tuple[int, str]]] = field(default_factory=dict)  # step and line
     statistics: list[Statistic] = field(default_factory=list)
     parts: dict[type, Any] = field(default_factory=dict)  # data that only one check records
+
+    @property
+    def trained_passes(self) -> list[LoaderPass]:
+        """List the passes over a loader in which this rank made steps."""
+        return [each for each in self.loader_passes if each.step_count]
 
     def part(self, kind: type[Part]) -> Part:
         """Return the part of this class, a new and empty one on the first call."""

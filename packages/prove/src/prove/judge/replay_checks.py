@@ -58,11 +58,7 @@ def is_sum_over_local_batch(replay: Replay, sequence: Replay) -> bool:
     If so, the loss is a sum over the local batch, whatever the number of ranks. With a batch size
     per rank, this may be meant so.
     """
-    sizes = [
-        loader_pass.batch_size
-        for loader_pass in replay.rank_0_record.loader_passes
-        if loader_pass.step_count
-    ]
+    sizes = [loader_pass.batch_size for loader_pass in replay.rank_0_record.trained_passes]
     if not sequence.stepped or not sizes or sequence.one_rank_record.own_batch_size != sizes[0]:
         return False
     steps = sequence.steps(0)
@@ -160,9 +156,8 @@ def missing_before_a_later_epoch(replay: Replay) -> dict[str, Any] | None:
     """Say what the ranks did between two epochs that one rank may have done differently."""
     if places := replay.source_lines_of_draws(DrawFinding.BETWEEN):
         return phrase(Phrase.DRAWN_BETWEEN, places=places)
-    passes = replay.rank_0_record.loader_passes
-    trained = {each.dataset_number for each in passes if each.step_count}
-    for each in passes:
+    trained = {each.dataset_number for each in replay.rank_0_record.trained_passes}
+    for each in replay.rank_0_record.loader_passes:
         is_cut = not each.with_gradients and not each.ended and each.batches_given
         if is_cut and each.dataset_number in trained:
             return phrase(Phrase.READ_BETWEEN, at=each.source_line)
@@ -173,7 +168,7 @@ def draws_not_given(replay: Replay, rows: list[ReportRow]) -> ReportRow | None:
     """Without a loader, say that the original gets no draws: nobody knows when they are due."""
     of_draws = (ReplayCheck.RANDOM_DECISIONS, ReplayCheck.RANDOM_NUMBERS)
     places = [at for row in rows if row.check in of_draws for at in row.facts["places"]]
-    if not places or any(each.step_count for each in replay.rank_0_record.loader_passes):
+    if not places or replay.rank_0_record.trained_passes:
         return None
     return not_seen(replay.check, ReplayReason.DRAWS_NOT_GIVEN, places=places)
 

@@ -92,7 +92,7 @@ def follows_the_cut_loader(rank: RankRecord) -> bool:
 
 
 def first_trained_pass(rank: RankRecord) -> LoaderPass | None:
-    return next((each for each in rank.loader_passes if each.step_count), None)
+    return next(iter(rank.trained_passes), None)
 
 
 def schedules_by_batch(replay: Replay) -> list[tuple[Schedule, Schedule]]:

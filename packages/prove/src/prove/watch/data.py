@@ -171,7 +171,7 @@ class LoaderWatcher:
         self.model.record_received_weights()
 
     def patched_iter(self, original_iter: Callable, loader: Any) -> Any:
-        """Stand in for DataLoader.__iter__, which is given as `iterate`."""
+        """Stand in for DataLoader.__iter__."""
         run, loader_passes = self.run, self.run.record.loader_passes
         training = torch.is_grad_enabled()
         self.end_batch()
@@ -356,7 +356,7 @@ class LoaderWatcher:
         return settings.batches * ranks * (1 if training else EVALUATION_FACTOR)
 
     def patched_len(self, original_len: Callable, loader: Any) -> int:
-        """Stand in for DataLoader.__len__, which is given as `length`."""
+        """Stand in for DataLoader.__len__."""
         self.asked_for_length.add(loader.prove_number)  # is_enough() keeps to this length
         last = last_pass(self.run, loader)
         if last is None or not last.with_gradients:
