@@ -76,6 +76,7 @@ class Proof:
                 self.process.terminate()  # prove then ends its ranks
                 raise TimeoutError(self.arguments)
             out, error = (Path(texts, name).read_text() for name in ("out", "error"))
+        print(out, error, sep="\n")  # pytest shows it if the test fails
         return subprocess.CompletedProcess(self.arguments, self.process.exitcode, out, error)
 
 
