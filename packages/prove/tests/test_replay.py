@@ -100,7 +100,8 @@ WEIGHT = ", weight=torch.tensor([1.0, 3.0, 9.0])"
     ids=["diffusion and dropout", "mixup", "two crops of each sample", "looks ahead"],
 )
 def test_one_rank_gets_the_random_numbers_that_all_ranks_drew(source, prove_script):
-    assert verdict(prove_script(source.replace("{weight}", "")), "one rank") == "right"
+    ended = prove_script(source.replace("{weight}", ""))
+    assert verdict(ended, "one rank") == "right"
     ended = prove_script(source.replace("{weight}", WEIGHT))  # the control
     assert verdict(ended, "one rank") == "WRONG"
 
@@ -371,7 +372,8 @@ def test_weights_that_the_script_changes_between_steps_are_no_rounding(prove_scr
 def test_modules_that_no_optimizer_holds_begin_as_they_were(prove_script):
     loss = "(ddp(x) - teacher(x).detach()).square().mean()"
     setup = "torch.seed()" + TEACHER + OPTIMIZER
-    assert verdict(prove_script(script(loss=loss, setup=setup)), "one rank") == "right"
+    ended = prove_script(script(loss=loss, setup=setup))
+    assert verdict(ended, "one rank") == "right"
     ended = prove_script(script(loss=loss.replace("mean()", "sum() / (9 + rank)"), setup=setup))
     assert verdict(ended, "one rank") == "WRONG", "the control: another number than all samples"
 
