@@ -27,14 +27,13 @@ class Reproduction(NamedTuple):
     relative_error: float  # the largest relative error of a gradient
     rank: int
     step: int
-    source_line: str
 
 
 def reproduction(
     observed_records: list[RankRecord], control: list[RankRecord]
 ) -> Reproduction | None:
     """Measure how well the control reproduces the observed run; None if it made no step."""
-    largest = Reproduction(0.0, 0, 1, "")
+    largest = Reproduction(0.0, 0, 1)
     if len(control) != len(observed_records):
         return None
     for own, again in zip(observed_records, control, strict=True):
@@ -48,7 +47,7 @@ def reproduction(
                     change = distance(step.weights_after, step.weights_before) or 1.0
                     new = distance(step.weights_after, step_again.weights_after) / change
                 if new > largest.relative_error:
-                    largest = Reproduction(new, own.rank, n, step.source_line)
+                    largest = Reproduction(new, own.rank, n)
     return largest
 
 
