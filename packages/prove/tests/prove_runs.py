@@ -98,6 +98,11 @@ def verdicts(folder: Path, *arguments: str, hashes_differ: bool = False) -> dict
     return {row["check"]: row["verdict"] for row in result["rows"]}
 
 
+def one_line(text: str) -> str:
+    """Undo the line breaks of the table, which wraps its sentences."""
+    return " ".join(text.split())
+
+
 def verdict(process: subprocess.CompletedProcess, check: str) -> str:
     """Return the printed verdict of this check; `no row` and all output if there is none."""
     row = re.search(rf"^(right|WRONG|warning|not seen) +{check}(  |$)", process.stdout, re.M)

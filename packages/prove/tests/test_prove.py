@@ -14,7 +14,7 @@ from evidence.planted import ONE_GPU, planted_cases
 from prove.checks import CHECKS
 from prove.judge.table import ReplayCheck
 from prove_cases import PACKAGE, planted, training_of
-from prove_runs import TORCHRUN, run, verdict
+from prove_runs import TORCHRUN, one_line, run, verdict
 
 PLANTED = planted_cases()
 # Planted mistakes with words of their row: some for each script, and one for each check without
@@ -51,7 +51,7 @@ def test_prove_finds_a_planted_mistake_and_calls_nothing_wrong_that_is_right(nam
         assert verdict(ended, case.check) == case.verdict
     if case.verdict == "right":
         assert ended.returncode in (0, 4), ended.stdout + ended.stderr  # nothing is WRONG
-    assert CHOSEN[name] in " ".join(ended.stdout.split())
+    assert CHOSEN[name] in one_line(ended.stdout)
 
 
 def test_every_check_is_asked_for_by_a_test():
@@ -261,4 +261,4 @@ def test_the_page_shows_what_prove_prints(tmp_path):
         ended = run(tmp_path, *command.split()[3:])
         for part in shown.split("...\n"):
             text = shape.sub("#", " ".join(part.split()))
-            assert text in shape.sub("#", " ".join(ended.stdout.split()))
+            assert text in shape.sub("#", one_line(ended.stdout))

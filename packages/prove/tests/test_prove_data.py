@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from prove.random_state import worker_drew
 from prove.watch.data import fingerprint
 from prove_cases import planted, training_of
-from prove_runs import verdict
+from prove_runs import one_line, verdict
 
 
 def test_a_script_without_a_loader_is_replayed_from_what_goes_into_its_model(prove_script):
@@ -193,7 +193,7 @@ def test_ranks_with_unequal_numbers_of_batches_may_stop_together(prove_script):
     ended = prove_script(script)
     for check in ("batches per epoch", "one rank"):
         assert verdict(ended, check) == "right"
-    assert "all ranks stop with the one that has fewest" in " ".join(ended.stdout.split())
+    assert "all ranks stop with the one that has fewest" in one_line(ended.stdout)
     script = script.replace("        dist.all_reduce(more, op=dist.ReduceOp.MIN)\n", "")
     for epochs in (1, 3):  # the controls: where others have ended, a rank waits in its last step
         ended = prove_script(script.replace("range(3)", f"range({epochs})"))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from prove.judge import printed_numbers
 from prove_cases import planted, training_of
-from prove_runs import SECONDS, TORCHRUN, Proof, forked, patience, run, verdict
+from prove_runs import SECONDS, TORCHRUN, Proof, forked, one_line, patience, run, verdict
 
 HARMLESS = """        if rank == 0:
             import shutil
@@ -181,7 +181,7 @@ def test_ranks_that_wait_for_each_other_are_named_with_their_lines(prove_script)
     ring = training_of(LINEAR).replace(LAST_LINE, LAST_LINE + RING)
     stuck = ring.replace("1 if rank % 2 == 0 else -1", "-1")
     ended = prove_script(stuck, "--timeout=3")
-    text = " ".join(ended.stdout.split())
+    text = one_line(ended.stdout)
     assert verdict(ended, "hang") == "WRONG"
     for rank in (0, 1):
         at = line_of("dist.recv", stuck)
@@ -190,7 +190,7 @@ def test_ranks_that_wait_for_each_other_are_named_with_their_lines(prove_script)
     norm = "DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(5)))"
     by_one = training_of(norm).replace(LAST_LINE, LAST_LINE + EVALUATED_BY_ONE)
     ended = prove_script(by_one)
-    text = " ".join(ended.stdout.split())
+    text = one_line(ended.stdout)
     assert verdict(ended, "hang") == "WRONG"
     assert f"rank 0 calls DDP's broadcast at {line_of('model(data[:4])', by_one)}" in text
     assert f"rank 1 waits in all_gather at {line_of('all_gather', by_one)}" in text
@@ -236,7 +236,7 @@ def test_a_slow_worker_is_no_hang_and_what_nobody_knows_is_told_with_its_lines(p
     ended = prove_script(polling, "--timeout=3")
     assert (ended.returncode, ended.stdout) == (2, "")
     line = line_of("never", polling)
-    assert f"rank 1 waits in its own code at {line}" in " ".join(ended.stderr.split())
+    assert f"rank 1 waits in its own code at {line}" in one_line(ended.stderr)
 
 
 def test_ranks_that_part_are_no_script_that_fails_by_itself(prove_script):
@@ -247,7 +247,7 @@ def test_ranks_that_part_are_no_script_that_fails_by_itself(prove_script):
     source += "total = torch.zeros(3)\ndist.all_reduce(total)\n"
     ended = prove_script(source.replace("CONDITION", "dist.get_rank() == 0"))
     assert verdict(ended, "hang") == "WRONG"
-    assert "rank 0 calls all_reduce" in " ".join(ended.stdout.split())
+    assert "rank 0 calls all_reduce" in one_line(ended.stdout)
     assert ended.returncode == 1
     ended = prove_script(source.replace("CONDITION", "epoch == 0"))  # the control: all ranks
     assert verdict(ended, "collectives") == "right"
@@ -276,12 +276,12 @@ def test_a_file_that_a_rank_opens_and_does_not_change_is_not_its_own(prove_scrip
     of_all = of_all.replace('memmap("data.bin", "u1")[0]', 'memmap("data.bin", "u1")[0] = 1')
     ended = prove_script(of_all)
     for file in ("data.bin", "run.log"):
-        assert f"{file} is opened for writing by ranks [0, 1]" in " ".join(ended.stdout.split())
+        assert f"{file} is opened for writing by ranks [0, 1]" in one_line(ended.stdout)
     assert (tmp_path / "data.bin").read_bytes() == bytes(8)
     saved = "    torch.save(torch.get_rng_state(), 'state.pt')\n"
     saved += "    torch.save(model.module.state_dict(), 'model.pt')\n"
     ended = prove_script(of_one + saved)
-    text = " ".join(ended.stdout.split())
+    text = one_line(ended.stdout)
     assert re.search(r"state.pt is [^>]+, and they do not write the same -> a name with", text)
     assert re.search(r"model.pt is [^>]+ -> if dist.get_rank\(\) == 0[^>]+; or a name with", text)
 

@@ -21,7 +21,7 @@ from prove.rank_record import (
 )
 from prove.watch.schedule import length_of
 from prove_cases import planted, training_of
-from prove_runs import verdict
+from prove_runs import one_line, verdict
 
 NO_BACKWARD = "has no backward"
 
@@ -118,7 +118,7 @@ def test_what_is_evaluated_logged_and_decided_by_is_compared(prove_script):
     assert [verdict(ended_right, check) for check in checks] == ["right"] * 4
     one_rank = verdict(ended, "one rank"), verdict(ended_right, "one rank")
     assert one_rank == ("right", "right")
-    text = " ".join(ended.stdout.split())
+    text = one_line(ended.stdout)
     assert "height" in text
     assert "144 batches on any number of ranks: 12 epochs of 12 batches on 2 ranks, 6 of" in text
     assert "clocks" not in text, "a time is no result"
@@ -191,7 +191,7 @@ def test_a_momentum_and_an_end_that_depend_on_the_ranks_are_named(prove_script):
         "the learning rates of one rank": [counts, (step, stops)],
     }.items():
         ended = prove_script(planted(*changes))
-        assert said in " ".join(ended.stdout.split())
+        assert said in one_line(ended.stdout)
         assert "0 WRONG" in ended.stdout
 
 
@@ -264,16 +264,16 @@ def test_what_has_become_of_the_mean_is_told_from_what_each_rank_computed():
         return row.reason
 
     mean = [2.0, 0.0, 0.5, 2.0]
-    assert reason(mean) == reason(mean, Flag.CLIPS) == averaged_gradients.Says.MEAN_OF_RANKS
-    assert reason([2 * value for value in mean]) == averaged_gradients.Says.SUM_OF_RANKS
+    assert reason(mean) == reason(mean, Flag.CLIPS) == averaged_gradients.Sentence.MEAN_OF_RANKS
+    assert reason([2 * value for value in mean]) == averaged_gradients.Sentence.SUM_OF_RANKS
     assert reason([0.75 * a + 0.25 * b for a, b in zip(*local, strict=True)]) == (
-        averaged_gradients.Says.WEIGHTED_SUM
+        averaged_gradients.Sentence.WEIGHTED_SUM
     )
-    assert reason([value / 4 for value in mean], Flag.CLIPS) == averaged_gradients.Says.CLIPPED
-    assert reason([value / 4 for value in mean]) == averaged_gradients.Says.CHANGED_BEFORE_STEP
+    assert reason([value / 4 for value in mean], Flag.CLIPS) == averaged_gradients.Sentence.CLIPPED
+    assert reason([value / 4 for value in mean]) == averaged_gradients.Sentence.CHANGED_BEFORE_STEP
     by_value = [min(value, 0.6) for value in mean]
-    assert reason(by_value, Flag.CLIPS) == averaged_gradients.Says.CLIPPED_APART
-    assert reason(by_value) == averaged_gradients.Says.NO_MULTIPLE_OF_MEAN
+    assert reason(by_value, Flag.CLIPS) == averaged_gradients.Sentence.CLIPPED_APART
+    assert reason(by_value) == averaged_gradients.Sentence.NO_MULTIPLE_OF_MEAN
 
 
 def test_what_is_advised_against_rounding_is_not_what_was_already_done():
@@ -296,4 +296,4 @@ def test_a_sum_over_the_ranks_that_has_no_backward_is_named_with_its_line(prove_
         of_sum.replace(zero_grad, f"            dist.all_reduce(loss)\n{zero_grad}")
     )
     assert verdict(ended, "one rank") == "WRONG"
-    assert f"sums the loss over the ranks, but {NO_BACKWARD}" in " ".join(ended.stdout.split())
+    assert f"sums the loss over the ranks, but {NO_BACKWARD}" in one_line(ended.stdout)

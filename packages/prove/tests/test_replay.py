@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from prove_runs import verdict
+from prove_runs import one_line, verdict
 
 FRAME = """
 import random
@@ -132,7 +132,7 @@ def test_ranks_that_do_not_reproduce_themselves_are_no_reason_for_a_verdict(
 ):
     ended = prove_script(script(OWN_DRAW))
     assert verdict(ended, "one rank") == "not seen"
-    assert "does not reproduce its own" in " ".join(ended.stdout.split())
+    assert "does not reproduce its own" in one_line(ended.stdout)
     assert ended.returncode == 4, "nothing is proven"
     ended = prove_script(script(OWN_DRAW.replace("os.urandom(1)[0]", "1.0")))
     assert (verdict(ended, "one rank"), ended.returncode) == ("right", 0), "the control"
@@ -268,7 +268,7 @@ def test_in_float32_too_a_mistake_that_begins_later_is_seen(prove_script):
         ended = prove_script(source, "--float32")
         assert verdict(ended, "one rank") == expected
     line = next(n for n, text in enumerate(source.splitlines(), 1) if "cross_entropy" in text)
-    text = " ".join(ended.stdout.split())
+    text = one_line(ended.stdout)
     assert re.search(rf"one rank the gradient of step \d+ .+ most in \S+ \(train.py:{line}\)", text)
 
 
@@ -390,7 +390,7 @@ if count % 3 == 0:
     data = "data = TensorDataset(torch.randn(48, 6), torch.randint(3, (48,)))"
     source = script(step).replace(data, data.replace("48", "96"))
     ended = prove_script(source)
-    assert "after step 12" in " ".join(ended.stdout.split())
+    assert "after step 12" in one_line(ended.stdout)
     assert verdict(ended, "one rank") == "right"
     ended = prove_script(source.replace("/ 3)", "/ len(x.unique()))"))
     assert verdict(ended, "one rank") == "WRONG", "the control"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from prove_runs import verdict
+from prove_runs import one_line, verdict
 
 FRAME = """
 import queue, threading
@@ -63,7 +63,7 @@ def test_a_mean_over_the_samples_of_each_rank_is_named_with_its_line(prove_scrip
     ended = prove_script(script(f"({OF_EACH} * (weight - weight.mean())).mean()"))
     assert verdict(ended, "one rank") == "WRONG"
     assert verdict(ended, "batch statistics") == "warning"
-    assert "because the mean at train.py:" in " ".join(ended.stdout.split())
+    assert "because the mean at train.py:" in one_line(ended.stdout)
     ended = prove_script(script(f"({OF_EACH} * (weight - 0.5)).mean()"))
     assert verdict(ended, "one rank") == "right", "the control: a number that all ranks share"
 

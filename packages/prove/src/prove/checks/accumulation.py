@@ -15,7 +15,7 @@ NAME = "accumulation"
 MAX_BACKWARDS = 64  # further calls are not recorded
 
 
-class Says(Reason):
+class Sentence(Reason):
     LOSS_NOT_DIVIDED = (
         "{backwards} backwards at {at} add up, and the loss is not divided",
         "loss / {backwards}; meant so only if the loss is a sum, or the rate is divided",
@@ -70,7 +70,7 @@ def judge(context: CheckContext) -> list[ReportRow]:
         return []
     if any(backward.is_scaled for backward in backwards):
         return []
-    return [warning(NAME, Says.LOSS_NOT_DIVIDED, backwards=n, at=places.pop())]
+    return [warning(NAME, Sentence.LOSS_NOT_DIVIDED, backwards=n, at=places.pop())]
 
 
 PLANTED = (

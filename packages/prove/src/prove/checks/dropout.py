@@ -8,7 +8,7 @@ from prove.judge.table import WARNING, ReportRow, right, warning
 NAME = "dropout"
 
 
-class Says(Reason):
+class Sentence(Reason):
     MASKS_DIFFER = "the ranks draw different masks"
     MASKS_ALIKE = (
         "all ranks drop the same positions ({at})",
@@ -21,8 +21,8 @@ def judge(context: CheckContext) -> list[ReportRow]:
         return []
     for at in sorted(set.intersection(*({*rank.dropout} for rank in context.records))):
         if len({rank.dropout[at] for rank in context.records}) > 1:
-            return [right(NAME, Says.MASKS_DIFFER)]
-        return [warning(NAME, Says.MASKS_ALIKE, at=at)]
+            return [right(NAME, Sentence.MASKS_DIFFER)]
+        return [warning(NAME, Sentence.MASKS_ALIKE, at=at)]
     return []
 
 

@@ -23,7 +23,7 @@ NAME = "evaluated model"
 MAX_EVALUATED_MODULES = 32  # further modules are not recorded
 
 
-class Says(Reason):
+class Sentence(Reason):
     EVALUATED_MODELS_DIFFER = (
         "{module} is not the same on all ranks: {apart} of its {tensors} tensors differ after "
         "{steps:n step}, among them {names}",
@@ -104,11 +104,11 @@ def judge(context: CheckContext) -> list[ReportRow]:
                 "steps": first.steps_before,
             }  # fmt: skip
             if {*apart} <= {*first.buffers}:
-                return [warning(NAME, Says.EVALUATED_BUFFERS_DIFFER, **facts)]
-            return [warning(NAME, Says.EVALUATED_MODELS_DIFFER, **facts)]
+                return [warning(NAME, Sentence.EVALUATED_BUFFERS_DIFFER, **facts)]
+            return [warning(NAME, Sentence.EVALUATED_MODELS_DIFFER, **facts)]
         if common and first.name not in alike:
             alike.append(first.name)
-    return [right(NAME, Says.EVALUATED_MODELS_ALIKE, modules=alike)] if alike else []
+    return [right(NAME, Sentence.EVALUATED_MODELS_ALIKE, modules=alike)] if alike else []
 
 
 def evaluated_by_all(records: list[RankRecord]) -> list[list[EvaluatedModule]]:

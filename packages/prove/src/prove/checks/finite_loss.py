@@ -19,7 +19,7 @@ NAME = "finite loss"
 MAX_LOSSES = 64  # further losses are not recorded
 
 
-class Says(Reason):
+class Sentence(Reason):
     LOSS_NOT_FINITE = (
         "the loss is {value} at {at}, first before step {step} (ranks {ranks})",
         "a logarithm of zero, a division by zero or the mean of nothing: look at the terms of the "
@@ -68,7 +68,7 @@ def judge(context: CheckContext) -> list[ReportRow]:
         "at": first.source_line,
         "ranks": ranks,
     }
-    return [warning(NAME, Says.LOSS_NOT_FINITE, **facts)]
+    return [warning(NAME, Sentence.LOSS_NOT_FINITE, **facts)]
 
 
 PLANTED = (

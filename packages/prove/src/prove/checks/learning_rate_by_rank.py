@@ -14,7 +14,7 @@ NAME = "learning rate by rank"
 MAX_METRICS = 1000  # further metrics are not recorded
 
 
-class Says(Reason):
+class Sentence(Reason):
     RATES_BY_RANK = (
         "{rates!s} on the ranks {when}",
         "the same schedule on all ranks: average what it depends on first",
@@ -73,7 +73,7 @@ def rows_of_rates(context: CheckContext) -> list[ReportRow]:
     for ranks_rates, when in rates:
         if all(ranks_rates) and any(of_rank != ranks_rates[0] for of_rank in ranks_rates):
             first_rates = [of_rank[0] for of_rank in ranks_rates]
-            return [wrong(NAME, Says.RATES_BY_RANK, rates=first_rates, when=when)]
+            return [wrong(NAME, Sentence.RATES_BY_RANK, rates=first_rates, when=when)]
     return []
 
 
@@ -85,8 +85,8 @@ def rows_of_metrics(context: CheckContext) -> list[ReportRow]:
         number += 1
         if max(values) - min(values) > 1e-6 * max(map(abs, values)):
             facts = {"values": values, "steps": first.steps_before, "at": first.source_line}
-            return [warning(NAME, Says.METRICS_BY_RANK, **facts)]
-    return [right(NAME, Says.METRICS_ALIKE, numbers=number)] if number else []
+            return [warning(NAME, Sentence.METRICS_BY_RANK, **facts)]
+    return [right(NAME, Sentence.METRICS_ALIKE, numbers=number)] if number else []
 
 
 PLANTED = (

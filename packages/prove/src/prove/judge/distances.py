@@ -1,4 +1,4 @@
-"""How far apart are two lists of weights or gradients that are known only by their projections?
+"""How far apart are two lists of numbers, or of weights and gradients, known by their projections?
 
 model_tensors.project makes these.
 """
