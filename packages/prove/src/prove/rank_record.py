@@ -437,6 +437,11 @@ class RankRecord:
         """List the passes over a loader in which this rank made steps."""
         return [each for each in self.loader_passes if each.step_count]
 
+    def notes(self, kind: type[Part]) -> list[Part]:
+        """Return the list of such notes, to which one check adds; empty on the first call."""
+        notes: list[Part] = self.parts.setdefault(kind, [])
+        return notes
+
     def part(self, kind: type[Part]) -> Part:
         """Return the part of this class, a new and empty one on the first call."""
         part: Part = self.parts.setdefault(kind, kind())

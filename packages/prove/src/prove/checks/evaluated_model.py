@@ -3,7 +3,6 @@
 If the trained weights differ, this check is silent: the ranks may just evaluate those.
 """
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -41,7 +40,7 @@ class Sentence(Reason):
 
 
 class EvaluatedModule(NamedTuple):
-    """The tensors of a module that the script called in eval mode or without gradients.
+    """The tensors of an averaged model, a teacher or the like, called but not trained.
 
     If an optimizer holds the parameters of the module, only its buffers are recorded.
     """
@@ -52,15 +51,8 @@ class EvaluatedModule(NamedTuple):
     buffers: list[str]  # names of the tensors that are buffers
 
 
-@dataclass
-class EvaluatedModules:
-    """The modules of one rank that were called untrained: averaged models, teachers."""
-
-    held: list[EvaluatedModule] = field(default_factory=list)
-
-
 def watch(run: RankRun) -> None:
-    evaluated = run.record.part(EvaluatedModules).held
+    evaluated = run.record.notes(EvaluatedModule)
     # For each module, its name and the number of steps at which it was last recorded.
     noted: WeakKeyDictionary[nn.Module, tuple[str, int]] = WeakKeyDictionary()
 
@@ -116,7 +108,7 @@ def evaluated_by_all(records: list[RankRecord]) -> list[list[EvaluatedModule]]:
     by_place: list[dict[tuple, list[EvaluatedModule]]] = []
     for rank in records:
         own: dict[tuple, list[EvaluatedModule]] = {}
-        for module in rank.part(EvaluatedModules).held:
+        for module in rank.notes(EvaluatedModule):
             own.setdefault((module.name, module.steps_before), []).append(module)
         by_place.append(own)
     return [

@@ -1,7 +1,7 @@
 """Does the evaluation count each sample once, over all ranks together?"""
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import plain
@@ -68,20 +68,21 @@ class Sentence(Reason):
     )
 
 
-@dataclass
-class UnreadData:
-    """The data sets of one rank that have loaders but were never read."""
+class UnreadData(NamedTuple):
+    """A data set of one rank that has a loader but was never read."""
 
-    places: list[str] = field(default_factory=list)  # the lines that made their loaders
+    source_line: str  # where its loader was made
 
 
 def watch(run: RankRun) -> None:
-    unread = run.record.part(UnreadData)
+    unread = run.record.notes(UnreadData)
     made: list[tuple[Any, str]] = []  # the data set of each loader, and the line of the loader
     read: list[Any] = []
 
     def note() -> None:
-        unread.places = [at for dataset, at in made if not any(dataset is other for other in read)]
+        unread[:] = [
+            UnreadData(at) for dataset, at in made if not any(dataset is other for other in read)
+        ]
 
     def note_made(loader: Any, at: str) -> None:
         made.append((loader.dataset, at))
@@ -110,7 +111,7 @@ def judge(context: CheckContext) -> list[ReportRow]:
         for key, loader_pass in first.items():
             datasets.setdefault(key, []).append(loader_pass)
     if not datasets:
-        places = [at for rank in records for at in rank.part(UnreadData).places]
+        places = [unread.source_line for rank in records for unread in rank.notes(UnreadData)]
         places = list(dict.fromkeys(places))
         return [not_seen(NAME, Sentence.NO_EVALUATION, places=places)] if places else []
     of_one_rank_each = all(len(passes) == 1 for passes in datasets.values())

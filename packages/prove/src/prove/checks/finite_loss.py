@@ -4,7 +4,6 @@ An infinite term without a gradient of its own changes no gradient, so only the 
 """
 
 import math
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -29,20 +28,15 @@ class Sentence(Reason):
 
 
 class BadLoss(NamedTuple):
+    """A loss of one rank that is not finite."""
+
     value: str
     source_line: str
     steps_before: int
 
 
-@dataclass
-class BadLosses:
-    """The losses of one rank that are not finite."""
-
-    losses: list[BadLoss] = field(default_factory=list)
-
-
 def watch(run: RankRun) -> None:
-    bad = run.record.part(BadLosses).losses
+    bad = run.record.notes(BadLoss)
 
     def note(loss: torch.Tensor) -> None:
         # GradScaler skips the step if a scaled float16 loss overflows.
@@ -57,7 +51,7 @@ def watch(run: RankRun) -> None:
 
 
 def judge(context: CheckContext) -> list[ReportRow]:
-    bad = [(loss, rank.rank) for rank in context.records for loss in rank.part(BadLosses).losses]
+    bad = [(loss, rank.rank) for rank in context.records for loss in rank.notes(BadLoss)]
     if not bad:
         return []
     first, _ = min(bad, key=lambda pair: pair[0].steps_before)

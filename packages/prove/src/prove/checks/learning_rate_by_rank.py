@@ -1,6 +1,5 @@
 """Do all ranks step with the same learning rates, and from the same metric?"""
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prove.checks.base import Check, CheckContext, Phase
@@ -36,15 +35,8 @@ class Metric(NamedTuple):
     steps_before: int
 
 
-@dataclass
-class Metrics:
-    """The metrics that one rank gave to ReduceLROnPlateau."""
-
-    given: list[Metric] = field(default_factory=list)
-
-
 def watch(run: RankRun) -> None:
-    given = run.record.part(Metrics).given
+    given = run.record.notes(Metric)
 
     def note(value: float) -> None:
         if len(given) < MAX_METRICS:
@@ -80,7 +72,7 @@ def rows_of_rates(context: CheckContext) -> list[ReportRow]:
 def rows_of_metrics(context: CheckContext) -> list[ReportRow]:
     """Compare the metric that lowers the rate: is it one number for all ranks?"""
     number = 0
-    for metrics in zip(*(rank.part(Metrics).given for rank in context.records), strict=False):
+    for metrics in zip(*(rank.notes(Metric) for rank in context.records), strict=False):
         values, first = [metric.value for metric in metrics], metrics[0]
         number += 1
         if max(values) - min(values) > 1e-6 * max(map(abs, values)):
