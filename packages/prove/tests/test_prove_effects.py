@@ -66,31 +66,14 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def test_a_proof_that_is_ended_leaves_no_process_and_puts_files_back(tmp_path):
-    (tmp_path / "log.txt").write_text("mine")
-    wait = '            open("log.txt", "w").write("theirs")\n'
-    wait += '            __import__("time").sleep(99)\n'
-    source = planted(("            loss.backward()\n", "            loss.backward()\n" + wait))
-    (tmp_path / "train.py").write_text(source)
-    proof = Proof(tmp_path, *TORCHRUN, "train.py", hashes_differ=True)
-    wait_until(lambda: (tmp_path / "log.txt").read_text() != "mine")
-    assert len(processes_in(tmp_path)) == 3, "the control: prove and its two ranks"
-    proof.send(signal.SIGTERM)
-    ended = proof.ended()
-    assert ended.returncode == 143
-    last_line = "error: ended by SIGTERM, before anything was known"
-    assert ended.stderr.splitlines()[-1] == last_line
-    assert processes_in(tmp_path) == []
-    assert (tmp_path / "log.txt").read_text() == "mine"
-
-
-def test_a_proof_that_is_ended_prints_what_it_knows(tmp_path):
+def test_a_proof_that_is_ended_prints_what_it_knows_and_leaves_nothing_behind(tmp_path):
     waits = "        if dist.get_world_size() == 1:\n            open('replay', 'w').close()\n"
     waits += "            __import__('time').sleep(99)\n"
     source = training_of(LINEAR).replace(LAST_LINE, LAST_LINE + waits)
     (tmp_path / "train.py").write_text(source)
-    proof = Proof(tmp_path, *TORCHRUN, "train.py")
+    proof = Proof(tmp_path, *TORCHRUN, "train.py", hashes_differ=True)
     wait_until((tmp_path / "replay").exists)
+    assert len(processes_in(tmp_path)) == 2, "the control: prove and the replaying rank"
     proof.send(signal.SIGINT)
     ended = proof.ended()
     assert ended.returncode == 130
