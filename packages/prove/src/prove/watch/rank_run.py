@@ -4,8 +4,6 @@ observe.install() makes one RankRun in each process of the user's command, and e
 its record. A thread writes the record again and again.
 """
 
-from __future__ import annotations
-
 import inspect
 import multiprocessing.util
 import os
@@ -19,7 +17,7 @@ from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,12 +35,6 @@ from prove.rank_record import (
     Settings,
     end_process,
 )
-
-if TYPE_CHECKING:
-    from prove.watch.draws import Draws
-    from prove.watch.feeder import Feeder
-    from prove.watch.loop_watcher import LoopWatcher
-    from prove.watch.model import ModelWatcher
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PACKAGE = os.path.dirname(HERE)
@@ -155,10 +147,10 @@ class RankRun:
         self.running_modules: list[torch.nn.Module] = []  # modules in forward, the innermost last
         self.current_loader_pass: LoaderPass | None = None  # the pass of the last batch
         # The other watchers of this rank; observe.install() makes them in this order.
-        self.draws: Draws
-        self.feeder: Feeder | None = None  # only in a replay
-        self.models: ModelWatcher
-        self.loop_watcher: LoopWatcher | None = None  # only if operations are watched
+        self.draws: Any  # a Draws
+        self.feeder: Any = None  # a Feeder, only in a replay
+        self.models: Any  # a ModelWatcher
+        self.loop_watcher: Any = None  # a LoopWatcher, only if operations are watched
         self.at_end: list[Callable[[], None]] = []  # functions that complete the record
         self.writing = threading.Lock()
         self.begin_in_this_process()
