@@ -76,6 +76,7 @@ class Proof:
                 self.process.terminate()  # prove then ends its ranks
                 raise TimeoutError(self.arguments)
             out, error = (Path(texts, name).read_text() for name in ("out", "error"))
+        print(out, error, sep="\n")  # pytest shows it if the test fails
         return subprocess.CompletedProcess(self.arguments, self.process.exitcode, out, error)
 
 
@@ -95,6 +96,11 @@ def verdicts(folder: Path, *arguments: str, hashes_differ: bool = False) -> dict
         result = json.loads(file.read_text())
     assert result["rows"], result["error"]
     return {row["check"]: row["verdict"] for row in result["rows"]}
+
+
+def one_line(text: str) -> str:
+    """Undo the line breaks of the table, which wraps its sentences."""
+    return " ".join(text.split())
 
 
 def verdict(process: subprocess.CompletedProcess, check: str) -> str:

@@ -120,15 +120,3 @@ def test_what_a_script_asks_of_its_gpus_is_answered_on_a_cpu():
     failing = call(failing_calls, False)
     for needed in NEED_A_GPU:
         assert any(needed in failed.partition(": ")[0] for failed in failing), needed
-
-
-def names_without_a_call(calls: str) -> list[str]:
-    from prove.watch.pretend_gpus import ANSWERS
-
-    names = {name for _, _, names in ANSWERS for name in names}
-    return sorted(name for name in names if f".{name}(" not in calls)
-
-
-def test_every_answer_has_a_call_above():
-    assert names_without_a_call(CALLS) == []
-    assert names_without_a_call(CALLS.replace("ipc_collect", "")) == ["ipc_collect"], "the control"

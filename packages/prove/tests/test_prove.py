@@ -14,7 +14,7 @@ from evidence.planted import ONE_GPU, planted_cases
 from prove.checks import CHECKS
 from prove.judge.table import ReplayCheck
 from prove_cases import PACKAGE, planted, training_of
-from prove_runs import TORCHRUN, run, verdict
+from prove_runs import TORCHRUN, one_line, run, verdict
 
 PLANTED = planted_cases()
 # Planted mistakes with words of their row: some for each script, and one for each check without
@@ -48,10 +48,10 @@ def test_prove_finds_a_planted_mistake_and_calls_nothing_wrong_that_is_right(nam
         (tmp_path / file).write_text(text)
     ended = run(tmp_path, *case.options, *case.command)
     if case.check:
-        assert verdict(ended, case.check) == case.verdict, ended.stdout + ended.stderr
+        assert verdict(ended, case.check) == case.verdict
     if case.verdict == "right":
         assert ended.returncode in (0, 4), ended.stdout + ended.stderr  # nothing is WRONG
-    assert CHOSEN[name] in " ".join(ended.stdout.split())
+    assert CHOSEN[name] in one_line(ended.stdout)
 
 
 def test_every_check_is_asked_for_by_a_test():
@@ -112,7 +112,7 @@ for epoch in range(3):
 def test_a_script_for_gpus_is_judged_on_cpus(prove_script, tmp_path):
     """The control: without --cpu. That a sum is WRONG there, too, is shown below."""
     ended = prove_script(GPU_SCRIPT, "--cpu")
-    assert (verdict(ended, "one rank"), ended.returncode) == ("right", 0), ended.stdout
+    assert (verdict(ended, "one rank"), ended.returncode) == ("right", 0)
     ended = prove_script(GPU_SCRIPT)
     assert (ended.returncode, ended.stdout) == (2, "")
 
@@ -135,12 +135,12 @@ def test_sync_batchnorm_and_seeds_of_gpus_work_on_cpus(prove_script):
     seed = "torch.manual_seed(dist.get_rank())"
     own_seeds = source.replace(seed, "torch.cuda.manual_seed(dist.get_rank())")
     ended = prove_script(own_seeds, "--cpu")
-    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
-    assert verdict(ended, "dropout") == "right", ended.stdout
+    assert verdict(ended, "one rank") == "right"
+    assert verdict(ended, "dropout") == "right"
     one_seed = source.replace(seed, f"{seed}; torch.cuda.manual_seed_all(0)")
     ended = prove_script(one_seed.replace(".mean()", ".sum()"), "--cpu")
-    assert verdict(ended, "one rank") == "WRONG", ended.stdout + ended.stderr
-    assert verdict(ended, "dropout") == "warning", ended.stdout
+    assert verdict(ended, "one rank") == "WRONG"
+    assert verdict(ended, "dropout") == "warning"
 
 
 def test_no_rank_is_forked_from_a_process_that_has_asked_cuda(prove_script):
@@ -149,7 +149,7 @@ def test_no_rank_is_forked_from_a_process_that_has_asked_cuda(prove_script):
     for no, status in (("not", 1), ("", 2)):
         can_start = f"import torch\nassert {no} torch.cuda._is_in_bad_fork()\n"
         ended = prove_script(can_start + sums)
-        assert ended.returncode == status, ended.stdout + ended.stderr
+        assert ended.returncode == status
     assert "the script fails by itself" in ended.stderr
 
 
@@ -192,7 +192,7 @@ def test_a_project_keeps_its_script_right_with_a_test(tmp_path, monkeypatch):
     ended = run(tmp_path, "--strict", *line)
     assert ended.returncode == 1
     last_line = ended.stdout.splitlines()[-1]
-    assert last_line.startswith("0 WRONG and 2 warnings of "), ended.stdout
+    assert last_line.startswith("0 WRONG and 2 warnings of ")
     assert last_line.endswith("; --strict counts warnings as WRONG")
     (tmp_path / "train.py").write_text(planted(("ddp(points)", "ddp.module(points)")))
     found = prove.check(line)
@@ -219,7 +219,7 @@ def test_a_script_that_is_told_its_rank_by_an_argument_is_started_with_it(tmp_pa
     (tmp_path / "train.py").write_text(source.replace('"gloo"', group))
     command = (sys.executable, "train.py", "--rank={rank}")
     ended = run(tmp_path, *command, "--world-size", "{world_size}")
-    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    assert verdict(ended, "one rank") == "right"
     ended = run(tmp_path, *command)
     assert "invalid int value: '{rank}'" in ended.stderr
 
@@ -238,7 +238,7 @@ def test_a_script_that_is_told_its_rank_may_spawn_it(tmp_path):
     command = (sys.executable, script, "--rank={rank}", "--world-size={world_size}")
     (tmp_path / "train.py").write_text(source)
     ended = run(tmp_path, "--cpu", *command)
-    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    assert verdict(ended, "one rank") == "right"
     assert not (tmp_path / "met2").exists()
 
 
@@ -261,4 +261,4 @@ def test_the_page_shows_what_prove_prints(tmp_path):
         ended = run(tmp_path, *command.split()[3:])
         for part in shown.split("...\n"):
             text = shape.sub("#", " ".join(part.split()))
-            assert text in shape.sub("#", " ".join(ended.stdout.split())), ended.stdout
+            assert text in shape.sub("#", one_line(ended.stdout))

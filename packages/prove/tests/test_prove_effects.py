@@ -4,8 +4,6 @@ import os
 import re
 import runpy
 import signal
-import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -13,15 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
-import torch.distributed as dist
-
 from prove.judge import printed_numbers
-from prove.rank_record import Mode, Settings
-from prove.watch import process_io
-from prove.watch.rank_run import RankRun
 from prove_cases import planted, training_of
-from prove_runs import SECONDS, TORCHRUN, Proof, call, forked, patience, run, verdict
+from prove_runs import SECONDS, TORCHRUN, Proof, forked, one_line, patience, run, verdict
 
 HARMLESS = """        if rank == 0:
             import shutil
@@ -41,8 +33,7 @@ def test_files_are_put_back_and_no_process_is_left(prove_script, tmp_path):
     for name in kept:
         (tmp_path / name).write_text(name)
     source = planted(("        scheduler.step()\n", "        scheduler.step()\n" + HARMLESS))
-    ended = prove_script(source)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert prove_script(source).returncode == 0
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     texts = {str(path.relative_to(tmp_path)): path.read_text() for path in files}
     assert texts == {"train.py": source} | kept
@@ -56,7 +47,7 @@ def test_two_writers_are_seen_in_a_folder_that_mktemp_made():
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         Path(folder, "train.py").write_text(source)
         ended = run(Path(folder), *TORCHRUN, "train.py")
-    assert verdict(ended, "files") == "WRONG", ended.stdout
+    assert verdict(ended, "files") == "WRONG"
 
 
 def processes_in(folder: Path) -> list[str]:
@@ -75,31 +66,14 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def test_a_proof_that_is_ended_leaves_no_process_and_puts_files_back(tmp_path):
-    (tmp_path / "log.txt").write_text("mine")
-    wait = '            open("log.txt", "w").write("theirs")\n'
-    wait += '            __import__("time").sleep(99)\n'
-    source = planted(("            loss.backward()\n", "            loss.backward()\n" + wait))
-    (tmp_path / "train.py").write_text(source)
-    proof = Proof(tmp_path, *TORCHRUN, "train.py", hashes_differ=True)
-    wait_until(lambda: (tmp_path / "log.txt").read_text() != "mine")
-    assert len(processes_in(tmp_path)) == 3, "the control: prove and its two ranks"
-    proof.send(signal.SIGTERM)
-    ended = proof.ended()
-    assert ended.returncode == 143
-    last_line = "error: ended by SIGTERM, before anything was known"
-    assert ended.stderr.splitlines()[-1] == last_line
-    assert processes_in(tmp_path) == []
-    assert (tmp_path / "log.txt").read_text() == "mine"
-
-
-def test_a_proof_that_is_ended_prints_what_it_knows(tmp_path):
+def test_a_proof_that_is_ended_prints_what_it_knows_and_leaves_nothing_behind(tmp_path):
     waits = "        if dist.get_world_size() == 1:\n            open('replay', 'w').close()\n"
     waits += "            __import__('time').sleep(99)\n"
     source = training_of(LINEAR).replace(LAST_LINE, LAST_LINE + waits)
     (tmp_path / "train.py").write_text(source)
-    proof = Proof(tmp_path, *TORCHRUN, "train.py")
+    proof = Proof(tmp_path, *TORCHRUN, "train.py", hashes_differ=True)
     wait_until((tmp_path / "replay").exists)
+    assert len(processes_in(tmp_path)) == 2, "the control: prove and the replaying rank"
     proof.send(signal.SIGINT)
     ended = proof.ended()
     assert ended.returncode == 130
@@ -147,29 +121,6 @@ def test_random_numbers_of_the_script_are_those_of_an_unobserved_run(prove_scrip
     assert plain[0] != plain[1], "the control: they change from epoch to epoch"
 
 
-def collectives_seen(folder, names, watched_names):
-    """Which calls are recorded, if the collectives of these names are in prove's table."""
-    for name in names:  # planted: an older torch lacks the newest names
-        setattr(dist, name, lambda: None)
-    process_io.COLLECTIVES = watched_names
-    run_of_rank = RankRun(Settings(str(folder), Mode.OBSERVE, False, True, 1, 0, 1))
-    process_io.install(run_of_rank)
-    run_of_rank.joined = True
-    for name in names:
-        getattr(dist, name)()
-    return [collective.name for collective in run_of_rank.record.collectives]
-
-
-@pytest.mark.parametrize("left_out", ["", "all_gather_single"])
-def test_collectives_are_seen_by_their_old_and_new_names(left_out, tmp_path):
-    """The control: a name that is not in the table."""
-    names = ["all_gather_into_tensor", "all_gather_single", "reduce_scatter_single"]
-    names += ["gather_single", "gather_into_tensor"]
-    watched = [name for name in process_io.COLLECTIVES if name != left_out]
-    seen = call(collectives_seen, tmp_path, names, watched)
-    assert seen == [name for name in names if name != left_out]
-
-
 def test_a_file_is_named_where_all_ranks_open_it(prove_script):
     """Rank 0 also appends to what all ranks make anew. The control: rank 0 alone makes it."""
     begins = "torch.manual_seed(dist.get_rank())\n"
@@ -178,9 +129,9 @@ def test_a_file_is_named_where_all_ranks_open_it(prove_script):
     for condition, expected in (("", "warning"), ("if dist.get_rank() == 0: ", "right")):
         made = f"{condition}open('log.txt', 'w').close()\n"
         ended = prove_script(source.replace(begins, made + begins))
-        assert verdict(ended, "files") == expected, ended.stdout + ended.stderr
+        assert verdict(ended, "files") == expected
         line = source.partition(begins)[0].count("\n") + 1
-        assert (f"train.py:{line}" in ended.stdout) == (expected == "warning"), ended.stdout
+        assert (f"train.py:{line}" in ended.stdout) == (expected == "warning")
 
 
 LINEAR = "DistributedDataParallel(nn.Linear(8, 8))"
@@ -213,22 +164,21 @@ def test_ranks_that_wait_for_each_other_are_named_with_their_lines(prove_script)
     ring = training_of(LINEAR).replace(LAST_LINE, LAST_LINE + RING)
     stuck = ring.replace("1 if rank % 2 == 0 else -1", "-1")
     ended = prove_script(stuck, "--timeout=3")
-    text = " ".join(ended.stdout.split())
-    assert verdict(ended, "hang") == "WRONG", ended.stdout + ended.stderr
+    text = one_line(ended.stdout)
+    assert verdict(ended, "hang") == "WRONG"
     for rank in (0, 1):
         at = line_of("dist.recv", stuck)
         assert f"rank {rank} waits in recv from rank {1 - rank} at {at}" in text
-    ended = prove_script(ring)
-    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    assert verdict(prove_script(ring), "one rank") == "right"
     norm = "DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(5)))"
     by_one = training_of(norm).replace(LAST_LINE, LAST_LINE + EVALUATED_BY_ONE)
     ended = prove_script(by_one)
-    text = " ".join(ended.stdout.split())
-    assert verdict(ended, "hang") == "WRONG", ended.stdout + ended.stderr
+    text = one_line(ended.stdout)
+    assert verdict(ended, "hang") == "WRONG"
     assert f"rank 0 calls DDP's broadcast at {line_of('model(data[:4])', by_one)}" in text
     assert f"rank 1 waits in all_gather at {line_of('all_gather', by_one)}" in text
     ended = prove_script(by_one.replace("if dist.get_rank() == 0", "if True"))
-    assert verdict(ended, "collectives") == "right", ended.stdout + ended.stderr
+    assert verdict(ended, "collectives") == "right"
 
 
 def test_under_join_ranks_may_make_unequal_steps(prove_script):
@@ -241,9 +191,9 @@ def test_under_join_ranks_may_make_unequal_steps(prove_script):
     joined = f"{loop}    with Join([model]):\n{body}"
     ended = prove_script(joined, "--batches=8")
     for check in ("one rank", "weights", "averaged gradients", "batches per epoch", "collectives"):
-        assert verdict(ended, check) == "right", ended.stdout + ended.stderr
+        assert verdict(ended, check) == "right"
     ended = prove_script(joined.replace("with Join([model])", "if True"), "--batches=8")
-    assert verdict(ended, "batches per epoch") == "WRONG", ended.stdout + ended.stderr
+    assert verdict(ended, "batches per epoch") == "WRONG"
 
 
 SLOW = """
@@ -263,14 +213,13 @@ def test_a_slow_worker_is_no_hang_and_what_nobody_knows_is_told_with_its_lines(p
     slow = source.replace("DataLoader(data,", "DataLoader(Slow(), num_workers=1, batch_size=")
     slow = slow.replace("batch_size= local_batch", "batch_size=local_batch")
     slow = slow.replace("DistributedSampler(data)", "DistributedSampler(data, shuffle=False)")
-    ended = prove_script(slow, "--timeout=5")
-    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    assert verdict(prove_script(slow, "--timeout=5"), "one rank") == "right"
     polls = "        while dist.get_rank() and not os.path.exists('never'): time.sleep(0.2)\n"
     polling = source.replace(LAST_LINE, LAST_LINE + polls)
     ended = prove_script(polling, "--timeout=3")
     assert (ended.returncode, ended.stdout) == (2, "")
     line = line_of("never", polling)
-    assert f"rank 1 waits in its own code at {line}" in " ".join(ended.stderr.split())
+    assert f"rank 1 waits in its own code at {line}" in one_line(ended.stderr)
 
 
 def test_ranks_that_part_are_no_script_that_fails_by_itself(prove_script):
@@ -280,23 +229,15 @@ def test_ranks_that_part_are_no_script_that_fails_by_itself(prove_script):
     source = source.replace(loop, loop + "    if CONDITION: break\n")
     source += "total = torch.zeros(3)\ndist.all_reduce(total)\n"
     ended = prove_script(source.replace("CONDITION", "dist.get_rank() == 0"))
-    assert verdict(ended, "hang") == "WRONG", ended.stdout + ended.stderr
-    assert "rank 0 calls all_reduce" in " ".join(ended.stdout.split())
+    assert verdict(ended, "hang") == "WRONG"
+    assert "rank 0 calls all_reduce" in one_line(ended.stdout)
     assert ended.returncode == 1
     ended = prove_script(source.replace("CONDITION", "epoch == 0"))  # the control: all ranks
-    assert verdict(ended, "collectives") == "right", ended.stdout + ended.stderr
+    assert verdict(ended, "collectives") == "right"
     # An error of the script itself
     ended = prove_script(source.replace("CONDITION", "1 / dist.get_rank()"))
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "ZeroDivisionError" in ended.stderr
-
-
-def test_a_rank_ends_with_its_status_whatever_its_script_did_to_stdout():
-    """A forked rank that raised here would go on as prove itself and delete what others need."""
-    closed = "import os, sys; from prove.rank_record import end_process\n"
-    closed += "with open(os.devnull, 'w') as sys.stdout: pass\n"
-    ended = subprocess.run([sys.executable, "-c", closed + "end_process(3)"], capture_output=True)
-    assert (ended.returncode, ended.stderr) == (3, b"")
 
 
 FILES = """
@@ -313,18 +254,17 @@ def test_a_file_that_a_rank_opens_and_does_not_change_is_not_its_own(prove_scrip
     (tmp_path / "data.bin").write_bytes(bytes(8))
     log = f"{LAST_LINE}        if dist.get_rank() == 0: logger.error(1)\n"
     of_one = training_of(LINEAR, FILES).replace(LAST_LINE, log)
-    ended = prove_script(of_one)
-    assert verdict(ended, "files") == "right", ended.stdout + ended.stderr
+    assert verdict(prove_script(of_one), "files") == "right"
     of_all = of_one.replace("if dist.get_rank() == 0", "if True")
     of_all = of_all.replace('memmap("data.bin", "u1")[0]', 'memmap("data.bin", "u1")[0] = 1')
     ended = prove_script(of_all)
     for file in ("data.bin", "run.log"):
-        assert f"{file} is opened for writing by ranks [0, 1]" in " ".join(ended.stdout.split())
+        assert f"{file} is opened for writing by ranks [0, 1]" in one_line(ended.stdout)
     assert (tmp_path / "data.bin").read_bytes() == bytes(8)
     saved = "    torch.save(torch.get_rng_state(), 'state.pt')\n"
     saved += "    torch.save(model.module.state_dict(), 'model.pt')\n"
     ended = prove_script(of_one + saved)
-    text = " ".join(ended.stdout.split())
+    text = one_line(ended.stdout)
     assert re.search(r"state.pt is [^>]+, and they do not write the same -> a name with", text)
     assert re.search(r"model.pt is [^>]+ -> if dist.get_rank\(\) == 0[^>]+; or a name with", text)
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from prove_runs import verdict
+from prove_runs import one_line, verdict
 
 FRAME = """
 import random
@@ -101,9 +101,9 @@ WEIGHT = ", weight=torch.tensor([1.0, 3.0, 9.0])"
 )
 def test_one_rank_gets_the_random_numbers_that_all_ranks_drew(source, prove_script):
     ended = prove_script(source.replace("{weight}", ""))
-    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    assert verdict(ended, "one rank") == "right"
     ended = prove_script(source.replace("{weight}", WEIGHT))  # the control
-    assert verdict(ended, "one rank") == "WRONG", ended.stdout + ended.stderr
+    assert verdict(ended, "one rank") == "WRONG"
 
 
 def test_what_each_rank_decides_for_its_whole_batch_is_named_and_no_mistake_of_the_mean(
@@ -111,8 +111,8 @@ def test_what_each_rank_decides_for_its_whole_batch_is_named_and_no_mistake_of_t
 ):
     coin = "(0.5 if random.random() < 0.5 else 1.0) * F.cross_entropy(ddp(x), y)"
     ended = prove_script(script(loss=coin))
-    assert verdict(ended, "random decisions") == "warning", ended.stdout + ended.stderr
-    assert verdict(ended, "one rank") == "right", ended.stdout
+    assert verdict(ended, "random decisions") == "warning"
+    assert verdict(ended, "one rank") == "right"
     ended = prove_script(script(loss=coin.replace("random.random() < 0.5", "epoch % 2 == 0")))
     assert verdict(ended, "random decisions") not in ("warning", "WRONG"), "the control"
 
@@ -131,8 +131,8 @@ def test_ranks_that_do_not_reproduce_themselves_are_no_reason_for_a_verdict(
     prove_script,
 ):
     ended = prove_script(script(OWN_DRAW))
-    assert verdict(ended, "one rank") == "not seen", ended.stdout + ended.stderr
-    assert "does not reproduce its own" in " ".join(ended.stdout.split())
+    assert verdict(ended, "one rank") == "not seen"
+    assert "does not reproduce its own" in one_line(ended.stdout)
     assert ended.returncode == 4, "nothing is proven"
     ended = prove_script(script(OWN_DRAW.replace("os.urandom(1)[0]", "1.0")))
     assert (verdict(ended, "one rank"), ended.returncode) == ("right", 0), "the control"
@@ -177,8 +177,7 @@ def test_the_script_itself_makes_one_batch_of_the_samples_of_all_ranks(made, x, 
     ):
         setup = OPTIMIZER + BATCHES.replace("{made}", made)
         source = script(step.replace("{loss}", loss), setup=setup, collate=", collate_fn=collate")
-        ended = prove_script(source)
-        assert verdict(ended, "one rank") == expected, ended.stdout + ended.stderr
+        assert verdict(prove_script(source), "one rank") == expected
 
 
 LBFGS = """
@@ -245,10 +244,10 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_step_is_a_change_of_parameters_whoever_makes_it(name, prove_script):
     ended = prove_script(CHANGES[name].replace("{weight}", ""))
-    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    assert verdict(ended, "one rank") == "right"
     assert verdict(ended, "accumulation").startswith("no row"), "LBFGS clears what it has computed"
     ended = prove_script(CHANGES[name].replace("{weight}", WEIGHT))  # the control
-    assert verdict(ended, "one rank") == "WRONG", ended.stdout + ended.stderr
+    assert verdict(ended, "one rank") == "WRONG"
 
 
 SENT_IN_16_BITS = """
@@ -260,16 +259,16 @@ def test_gradients_may_be_sent_in_16_bits(prove_script):
     """They then differ by 0.3 %, which is no mistake, and a mistake is larger."""
     for loss, expected in ((MEAN, "right"), (f"{MEAN} / world_size", "WRONG")):
         ended = prove_script(script(loss=loss, setup=OPTIMIZER + SENT_IN_16_BITS))
-        assert verdict(ended, "one rank") == expected, ended.stdout + ended.stderr
+        assert verdict(ended, "one rank") == expected
 
 
 def test_in_float32_too_a_mistake_that_begins_later_is_seen(prove_script):
     for loss, expected in ((MEAN, "right"), (f"{MEAN} / world_size**epoch", "WRONG")):
         source = script(loss=loss)
         ended = prove_script(source, "--float32")
-        assert verdict(ended, "one rank") == expected, ended.stdout + ended.stderr
+        assert verdict(ended, "one rank") == expected
     line = next(n for n, text in enumerate(source.splitlines(), 1) if "cross_entropy" in text)
-    text = " ".join(ended.stdout.split())
+    text = one_line(ended.stdout)
     assert re.search(rf"one rank the gradient of step \d+ .+ most in \S+ \(train.py:{line}\)", text)
 
 
@@ -288,7 +287,7 @@ if epoch == 0 or worst / {divisor} < 1.1:
 def test_a_step_that_is_skipped_by_the_worst_rank_may_be_meant_so(prove_script):
     step = SKIPS.replace("{over}", "MAX").replace("{divisor}", "1")
     ended = prove_script(script(step))
-    assert (verdict(ended, "one rank"), ended.returncode) == ("warning", 4), ended.stdout
+    assert (verdict(ended, "one rank"), ended.returncode) == ("warning", 4)
     step = SKIPS.replace("{over}", "SUM").replace("{divisor}", "world_size")
     ended = prove_script(script(step))
     assert verdict(ended, "one rank") == "right", "the control: one rank knows the mean"
@@ -341,14 +340,13 @@ def test_what_has_no_gradient_at_first_is_compared_when_it_has(optimizers, prove
     source = script(WARM_UP, setup=SECOND_NET + optimizers)
     local = source.replace("dist.all_reduce(total)", "total *= world_size")
     for text, expected in ((source, "right"), (local, "WRONG")):
-        ended = prove_script(text)
-        assert verdict(ended, "one rank") == expected, ended.stdout + ended.stderr
+        assert verdict(prove_script(text), "one rank") == expected
 
 
 def test_a_run_without_dropout_does_not_say_that_the_ranks_drop_alike(prove_script):
     """Rank 1 was left in eval mode. The controls, in which all ranks drop, are above."""
     ended = prove_script(script(loss="F.cross_entropy(ddp(F.dropout(x, 0.3, rank == 0)), y)"))
-    assert verdict(ended, "one rank") == "not seen", ended.stdout + ended.stderr
+    assert verdict(ended, "one rank") == "not seen"
 
 
 CRITIC = """
@@ -368,14 +366,14 @@ def test_weights_that_the_script_changes_between_steps_are_no_rounding(prove_scr
         ended = prove_script(
             script(clipped.replace("{loss}", "((2 * y - 1.0) * ddp(x)[:, 0]).mean()"), setup=CRITIC)
         )
-        assert verdict(ended, "one rank") == expected, ended.stdout + ended.stderr
+        assert verdict(ended, "one rank") == expected
 
 
 def test_modules_that_no_optimizer_holds_begin_as_they_were(prove_script):
     loss = "(ddp(x) - teacher(x).detach()).square().mean()"
     setup = "torch.seed()" + TEACHER + OPTIMIZER
     ended = prove_script(script(loss=loss, setup=setup))
-    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    assert verdict(ended, "one rank") == "right"
     ended = prove_script(script(loss=loss.replace("mean()", "sum() / (9 + rank)"), setup=setup))
     assert verdict(ended, "one rank") == "WRONG", "the control: another number than all samples"
 
@@ -392,7 +390,7 @@ if count % 3 == 0:
     data = "data = TensorDataset(torch.randn(48, 6), torch.randint(3, (48,)))"
     source = script(step).replace(data, data.replace("48", "96"))
     ended = prove_script(source)
-    assert "after step 12" in " ".join(ended.stdout.split()), ended.stdout
+    assert "after step 12" in one_line(ended.stdout)
     assert verdict(ended, "one rank") == "right"
     ended = prove_script(source.replace("/ 3)", "/ len(x.unique()))"))
     assert verdict(ended, "one rank") == "WRONG", "the control"
@@ -405,7 +403,7 @@ def test_an_error_that_the_script_has_only_under_observation_is_prove_s_own(
         script() + "if random.Random.__module__ != 'random': raise RuntimeError('my mistake')\n"
     )
     ended = prove_script(source.replace("range(3)", "range(1)"))
-    assert (ended.returncode, ended.stdout) == (3, ""), ended.stdout + ended.stderr
+    assert (ended.returncode, ended.stdout) == (3, "")
     assert "my mistake" in ended.stderr.splitlines()[-1]
     ended = prove_script("raise RuntimeError('my mistake')\n" + source)
     assert ended.returncode == 2, "the control: it fails by itself"

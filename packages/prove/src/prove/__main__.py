@@ -22,7 +22,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 import warnings
 from argparse import Namespace
 from pathlib import Path
@@ -88,8 +87,6 @@ def run_proof(
     except StoppedError as error:
         return error.status, str(error)
     except Exception as error:  # a bug in prove is no verdict
-        if "PROVE_TRACEBACK" in os.environ:
-            traceback.print_exc()
         rows.clear()
         return ExitStatus.OWN_ERROR, f"prove itself failed: {type(error).__name__}: {error}"[:300]
 

@@ -8,21 +8,13 @@ import torch
 
 from prove.checks import averaged_gradients, forward_through_ddp, weights, zero_grad
 from prove.judge import replay_checks
-from prove.judge.compare_steps import (
-    FLOAT64_LIMIT,
-    Comparison,
-    Outcome,
-    comparisons,
-    largest_relative_error,
-    not_compared,
-    worst,
-)
+from prove.judge.compare_steps import FLOAT64_LIMIT, comparison_rows, largest_relative_error
 from prove.judge.rank_exits import error_of
 from prove.judge.reasons import Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.table import WARNING, WRONG, ReportRow
-from prove.rank_record import Finding, Flag, Mode, ReplayVariant, forced_file
+from prove.judge.table import RIGHT, WARNING, WRONG, ReportRow, not_seen, warning, worst
+from prove.rank_record import DrawFinding, Flag, Mode, ReplayVariant, forced_file
 from prove.runs import Runs
 
 
@@ -37,7 +29,7 @@ class Controls:
         runs: Runs,
         command: list[str],
         replay: Replay,
-        compared: list[Comparison],
+        compared: list[ReportRow],
         rows: list[ReportRow],
     ) -> None:
         """Begin with the usual replay; `rows` are those that did not need a replay."""
@@ -47,7 +39,7 @@ class Controls:
         self.batch_decisions = replay.batch_decisions
         self.source_line = compared[0].facts.get("at", "?")
 
-    def result(self) -> list[Comparison]:
+    def result(self) -> list[ReportRow]:
         """Ask in order; the first answer wins."""
         questions = (
             self.try_rank_0_decisions,
@@ -64,25 +56,22 @@ class Controls:
                 return answer
         return [self.sum_or_mistake(each) for each in self.compared]
 
-    def no_verdict(self, reason: Reason, **facts: object) -> list[Comparison]:
-        return [
-            not_compared(
-                reason, apart=largest_relative_error(self.compared), at=self.source_line, **facts
-            )
-        ]
+    def no_verdict(self, reason: Reason, **facts: object) -> list[ReportRow]:
+        facts |= {"apart": largest_relative_error(self.compared), "at": self.source_line}
+        return [not_seen(self.replay.check, reason, **facts)]
 
-    def forced_draws_fail(self, draws: str, forced: dict) -> list[Comparison]:
+    def forced_draws_fail(self, draws: str, forced: dict) -> list[ReportRow]:
         places = source_lines_of(forced)
         return self.no_verdict(ReplayReason.FORCED_DRAWS_FAIL, draws=draws, places=places)
 
     def use_replay(
-        self, variant: ReplayVariant, replay: Replay, compared: list[Comparison]
-    ) -> list[Comparison] | None:
+        self, variant: ReplayVariant, replay: Replay, compared: list[ReportRow]
+    ) -> list[ReportRow] | None:
         """Use this replay from now on; return its comparisons, or None if it differs, too."""
         self.variant, self.replay, self.compared = variant, replay, compared
-        return compared if worst(compared) != Outcome.DIFFERENT else None
+        return compared if worst(compared) != WRONG else None
 
-    def try_rank_0_decisions(self) -> list[Comparison] | None:
+    def try_rank_0_decisions(self) -> list[ReportRow] | None:
         """Let rank 0 decide for all ranks what each of them decides for its whole batch."""
         if not self.batch_decisions:
             return None
@@ -91,37 +80,30 @@ class Controls:
             return self.forced_draws_fail("rank 0's decisions on all ranks", self.batch_decisions)
         return self.use_replay(ReplayVariant.RANK_0_DECIDES, *found)
 
-    def try_batchnorm_in_blocks(self) -> list[Comparison] | None:
+    def try_batchnorm_in_blocks(self) -> list[ReportRow] | None:
         """Try the other order of rows if BatchNorm gets several rows of each sample."""
         if Flag.BATCHNORM_ROWS_GUESSED not in self.replay.one_rank_record.flags:
             return None
-        blocks = self.runs.replay(Mode.REPLAY, self.command, ReplayVariant.ROWS_IN_BLOCKS)
-        compared = comparisons(blocks)
-        if worst(compared) != Outcome.EQUAL:
-            return self.no_verdict(ReplayReason.BATCHNORM_ROWS_GUESSED)
-        self.replay = blocks
-        return compared
+        return self.equal_in_blocks() or self.no_verdict(ReplayReason.BATCHNORM_ROWS_GUESSED)
 
-    def excuse_known_cause(self) -> list[Comparison] | None:
+    def excuse_known_cause(self) -> list[ReportRow] | None:
         """Give no verdict if a row of an earlier check explains each difference."""
-        different = [each for each in self.compared if each.outcome == Outcome.DIFFERENT]
+        different = [each for each in self.compared if each.verdict == WRONG]
         if not all(is_explained(each.facts.get("step", 1), self.rows) for each in different):
             return None
         return self.no_verdict(ReplayReason.AS_ABOVE)
 
-    def excuse_later_epoch(self) -> list[Comparison] | None:
+    def excuse_later_epoch(self) -> list[ReportRow] | None:
         """Give no verdict if only a later epoch differs and one rank lacks what came before it."""
         epochs = [
-            int(each.facts.get("epoch", 0))
-            for each in self.compared
-            if each.outcome == Outcome.DIFFERENT
+            int(each.facts.get("epoch", 0)) for each in self.compared if each.verdict == WRONG
         ]
         why = replay_checks.missing_before_a_later_epoch(self.replay)
         if not all(epochs) or not why:
             return None
         return self.no_verdict(ReplayReason.LATER_EPOCH, number=min(epochs) + 1, why=why)
 
-    def try_without_unsure_draws(self) -> list[Comparison] | None:
+    def try_without_unsure_draws(self) -> list[ReportRow] | None:
         """Try without dropout if one rank could not be given all draws: perhaps dropout drew them.
 
         If the ranks draw for different shares of their samples, this run would not show it.
@@ -130,25 +112,23 @@ class Controls:
         if unsure is None:
             return None
         found = None
-        other_shares = self.replay.source_lines_of_draws(Finding.OTHER_SHARES)
+        other_shares = self.replay.source_lines_of_draws(DrawFinding.OTHER_SHARES)
         if self.replay.rank_0_record.dropout and not other_shares:
             found = self.replay_with_draws(ReplayVariant.NO_DROPOUT, self.batch_decisions)
         if found is None or replay_checks.unsure_draws(found[0]):
             return [unsure]
         return self.use_replay(ReplayVariant.NO_DROPOUT, *found)
 
-    def excuse_missing_data(self) -> list[Comparison] | None:
+    def excuse_missing_data(self) -> list[ReportRow] | None:
         """Give no verdict if a loop without a loader could not be given its data."""
-        rank_0_record = self.replay.rank_0_record
-        has_batches = any(each.step_count for each in rank_0_record.loader_passes)
-        if has_batches:
+        if self.replay.rank_0_record.trained_passes:
             return None
         if obstacle := replay_checks.data_not_given(self.replay, self.compared):
             return [obstacle]
         self.compared = [replay_checks.by_statistics(self.replay, each) for each in self.compared]
         return None
 
-    def try_one_draw(self) -> list[Comparison] | None:
+    def try_one_draw(self) -> list[ReportRow] | None:
         """Try one draw for all samples of a batch, so that their order cannot matter."""
         if not (draws := self.replay.per_sample_draws):
             return None
@@ -156,9 +136,11 @@ class Controls:
         if found is None:
             return self.forced_draws_fail("one draw for all samples", draws)
         _, compared = found
-        if worst(compared) == Outcome.DIFFERENT:
+        if worst(compared) == WRONG:
             return None
-        if equal := self.try_rows_in_blocks():
+        if self.replay.source_lines_of_draws(DrawFinding.SEVERAL) and (
+            equal := self.equal_in_blocks()
+        ):
             return equal
         facts = {
             "apart_of_one_draw": largest_relative_error(compared),
@@ -166,33 +148,31 @@ class Controls:
         }
         return self.no_verdict(ReplayReason.EQUAL_WITH_ONE_DRAW, **facts)
 
-    def try_rows_in_blocks(self) -> list[Comparison] | None:
-        """Try the other order of draws if each sample has several and their order is unknown.
+    def equal_in_blocks(self) -> list[ReportRow] | None:
+        """Try the other order of rows or draws, of which each sample has several.
 
-        Only the right order makes all gradients equal.
+        Only the right order makes all gradients equal. Returns None if this one does not.
         """
-        if not self.replay.source_lines_of_draws(Finding.SEVERAL):
-            return None
         blocks = self.runs.replay(Mode.REPLAY, self.command, ReplayVariant.ROWS_IN_BLOCKS)
         if replay_checks.why_not_replayed(blocks):
             return None
-        compared = comparisons(blocks)
-        if worst(compared) != Outcome.EQUAL:
+        compared = comparison_rows(blocks)
+        if worst(compared) != RIGHT:
             return None
         self.replay = blocks
         return compared
 
     def replay_with_draws(
         self, variant: ReplayVariant, draws: dict
-    ) -> tuple[Replay, list[Comparison]] | None:
+    ) -> tuple[Replay, list[ReportRow]] | None:
         """Run all ranks and one rank with these draws; return None if that fails."""
         torch.save(draws, forced_file(self.runs.settings.folder, variant))
         replay = self.runs.replay_of_control(self.command, variant)
         if replay is None or replay_checks.why_not_replayed(replay):
             return None
-        return replay, comparisons(replay)
+        return replay, comparison_rows(replay)
 
-    def run_control(self) -> list[Comparison] | None:
+    def run_control(self) -> list[ReportRow] | None:
         """Run the same ranks with their own records; return None if they reproduce themselves."""
         outcome = self.runs.run_all_ranks(ReplayVariant.USUAL)
         observed_records = self.runs.observed_outcome.records
@@ -210,14 +190,14 @@ class Controls:
         }
         return self.no_verdict(ReplayReason.NOT_REPRODUCED, **facts)
 
-    def sum_or_mistake(self, comparison: Comparison) -> Comparison:
+    def sum_or_mistake(self, row: ReportRow) -> ReportRow:
         """Accept a factor of 1/N if the script sums its loss over the local batch."""
-        if comparison.reason != ReplayReason.ONE_NTH:
-            return comparison
+        if row.reason != ReplayReason.ONE_NTH:
+            return row
         sequence = self.runs.replay(Mode.SEQUENCE, self.command)
         if not replay_checks.is_sum_over_local_batch(self.replay, sequence):
-            return comparison
-        return Comparison(Outcome.MEANT_SO, ReplayReason.SUM_OVER_LOCAL_BATCH, comparison.facts)
+            return row
+        return warning(row.check, ReplayReason.SUM_OVER_LOCAL_BATCH, **row.facts)
 
 
 def source_lines_of(draws: dict) -> list[str]:

@@ -18,20 +18,13 @@ from prove.checks.base import CheckContext, Phase
 from prove.controls import Controls
 from prove.errors import NotJudgedError
 from prove.judge import printed_numbers, replay_checks, replay_schedule
-from prove.judge.compare_steps import (
-    Comparison,
-    Outcome,
-    comparisons,
-    largest_relative_error,
-    not_compared,
-    worst,
-)
+from prove.judge.compare_steps import comparison_rows, largest_relative_error
 from prove.judge.loader_passes import same_contents, trained_loader_passes
 from prove.judge.original_epoch import original_epoch_rows
 from prove.judge.rank_exits import error_of, what_ranks_do
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.table import RIGHT, WRONG, ReplayCheck, ReportRow, not_seen
+from prove.judge.table import RIGHT, WRONG, ReplayCheck, ReportRow, not_seen, worst
 from prove.rank_record import (
     Flag,
     Mode,
@@ -128,37 +121,34 @@ class Prover:
             return []
         replay = self.runs.replay(Mode.ORIGINAL, shlex.split(self.args.original))
         if obstacle := replay_checks.why_not_replayed(replay):
-            return [obstacle.row(ReplayCheck.ORIGINAL)]
-        compared = comparisons(replay)
-        if worst(compared) == Outcome.DIFFERENT:
+            return [obstacle]
+        compared = comparison_rows(replay)
+        if worst(compared) == WRONG:
             unsure = replay_checks.unsure_draws(replay)
             unsure = unsure or replay_checks.draws_not_given(replay, rows)
-            if not any(each.step_count for each in replay.rank_0_record.loader_passes):
-                no_data = not_compared(
-                    ReplayReason.ORIGINAL_GETS_NO_DATA, apart=largest_relative_error(compared)
-                )
-                unsure = unsure or no_data
+            if not replay.rank_0_record.trained_passes:
+                reason, apart = ReplayReason.ORIGINAL_GETS_NO_DATA, largest_relative_error(compared)
+                unsure = unsure or not_seen(replay.check, reason, apart=apart)
             compared = [unsure] if unsure else compared
         elif unsure := replay_checks.data_not_given(replay, compared):
             compared = [unsure]
         records, original = self.observed_outcome.records, replay.one_rank_record
-        result = [each.row(ReplayCheck.ORIGINAL) for each in compared]
-        return result + original_epoch_rows(records, original)
+        return compared + original_epoch_rows(records, original)
 
-    def why_no_replay(self, command: list[str] | None) -> Comparison | None:
+    def why_no_replay(self, command: list[str] | None) -> ReportRow | None:
         """Say why one rank cannot replay the batches of all; return None if it can."""
         records = self.observed_outcome.records
         if len(records) == 1:
-            return not_compared(ReplayReason.ONLY_ONE_RANK)
+            return not_seen(ReplayCheck.ONE_RANK, ReplayReason.ONLY_ONE_RANK)
         if command is None:
-            return not_compared(ReplayReason.WHICH_COMMAND)
+            return not_seen(ReplayCheck.ONE_RANK, ReplayReason.WHICH_COMMAND)
         if at := records[0].flags.get(Flag.MODEL_IS_DIVIDED):
-            return not_compared(ReplayReason.MODEL_DIVIDED, at=at)
+            return not_seen(ReplayCheck.ONE_RANK, ReplayReason.MODEL_DIVIDED, at=at)
         if self.runs.settings.rows_are_split and not same_contents(records):
             at = trained_loader_passes(records)[0][0].source_line
-            return not_compared(ReplayReason.OTHER_ROWS, at=at)
+            return not_seen(ReplayCheck.ONE_RANK, ReplayReason.OTHER_ROWS, at=at)
         if texts := [record.why_not_kept for record in records if record.why_not_kept]:
-            return not_compared(ReplayReason.NOT_KEPT, message=texts[0])
+            return not_seen(ReplayCheck.ONE_RANK, ReplayReason.NOT_KEPT, message=texts[0])
         return None
 
     def one_rank_rows(self, rows: list[ReportRow]) -> list[ReportRow]:
@@ -166,19 +156,18 @@ class Prover:
         command = command_of_one_rank(self.args)
         obstacle = self.why_no_replay(command)
         if command is None or obstacle:
-            return [obstacle.row(ReplayCheck.ONE_RANK)] if obstacle else []
+            return [obstacle] if obstacle else []
         replay = self.runs.best_replay(command)
         if obstacle := replay_checks.why_not_replayed(replay):
-            return [obstacle.row(ReplayCheck.ONE_RANK)]
-        compared = comparisons(replay)
+            return [obstacle]
+        compared = comparison_rows(replay)
         controls = Controls(self.runs, command, replay, compared, rows)
-        if worst(compared) == Outcome.DIFFERENT:
+        if worst(compared) == WRONG:
             compared = controls.result()
         elif unsure := replay_checks.data_not_given(replay, compared):
             compared = [unsure]
-        result = [each.row(ReplayCheck.ONE_RANK) for each in compared]
-        result += replay_checks.draw_rows(replay)
-        if all(each.outcome == Outcome.EQUAL for each in compared):
+        result = compared + replay_checks.draw_rows(replay)
+        if worst(compared) == RIGHT:
             result += self.number_rows(controls.replay, controls.variant)
         result += replay_schedule.schedule_rows(replay)
         values = replay_checks.smallest_batchnorm(replay.rank_0_record)
@@ -206,7 +195,7 @@ def steps_of_all_ranks(records: list[RankRecord]) -> list[RankRecord]:
 
     From then on, that rank makes no steps and gets the weights only later.
     """
-    passes = [[each for each in rank.loader_passes if each.step_count] for rank in records]
+    passes = [rank.trained_passes for rank in records]
     if Flag.JOINS not in records[0].flags or not all(passes):
         return records
     batches = [of_rank[0].batches_given for of_rank in passes]

@@ -57,7 +57,7 @@ class Ended(StrEnum):
         return self in (Ended.FINISHED, Ended.WHEN_SEEN)
 
 
-class Finding(StrEnum):
+class DrawFinding(StrEnum):
     """A replay's finding about the random draws of one line."""
 
     BY_SAMPLE = "one for each sample"
@@ -127,13 +127,17 @@ class Settings:
     world_size: int  # ranks of the observed run, known after it
     rows_are_split: bool = False  # all ranks load the same batches, and each uses its own rows
     variant: ReplayVariant = ReplayVariant.USUAL
-    dropout: bool = True  # False switches dropout off, because its masks cannot be recorded
     watches_operations: bool = True  # False leaves the operations of the script's torch unchanged
     shares_out_cores: bool = False  # a run of one rank gets the threads of all ranks
 
     def __post_init__(self) -> None:
         """Turn the strings of JSON into enums."""
         self.mode, self.variant = Mode(self.mode), ReplayVariant(self.variant)
+
+    @property
+    def dropout(self) -> bool:
+        """Does dropout stay on? It is switched off if its masks cannot be recorded."""
+        return self.variant != ReplayVariant.NO_DROPOUT
 
     @property
     def name(self) -> str:
@@ -244,7 +248,7 @@ class OptimizerStep:
     batch: int  # number in the pass, from 1 on
     epoch: int  # number from 0 on
     batch_size: int | None
-    learning_rates: list[float]  # one for each parameter group
+    learning_rates: list[float]  # one for each parameter group; none for a step by hand
     loss_scale: float
     dtype: str  # dtype of the gradients
     weights_before: list[Projection]
@@ -413,7 +417,9 @@ class RankRecord:
     exchange_precision: float = 0.0  # the spacing of numbers near 1 in what backward and step send
     seed: int = 0  # initial seed of its generators
     why_not_kept: str = ""  # why a batch could not be kept for a replay
-    draws: dict[Finding, list[str]] = field(default_factory=dict)  # source lines of each finding
+    draws: dict[DrawFinding, list[str]] = field(
+        default_factory=dict
+    )  # source lines of each finding
     own_batch_size: int | None = None  # set by the replaying rank's script
     # Parameters whose shape differs from the observed one, by optimizer of the replaying rank.
     other_shapes: dict[int, list[tuple]] = field(default_factory=dict)
@@ -425,6 +431,16 @@ class RankRecord:
     data: dict[DataFinding, list[tuple[int, str]]] = field(default_factory=dict)  # step and line
     statistics: list[Statistic] = field(default_factory=list)
     parts: dict[type, Any] = field(default_factory=dict)  # data that only one check records
+
+    @property
+    def trained_passes(self) -> list[LoaderPass]:
+        """List the passes over a loader in which this rank made steps."""
+        return [each for each in self.loader_passes if each.step_count]
+
+    def notes(self, kind: type[Part]) -> list[Part]:
+        """Return the list of such notes, to which one check adds; empty on the first call."""
+        notes: list[Part] = self.parts.setdefault(kind, [])
+        return notes
 
     def part(self, kind: type[Part]) -> Part:
         """Return the part of this class, a new and empty one on the first call."""
@@ -449,31 +465,22 @@ class RunOutcome:
     seconds: float
 
 
-def record_file(folder: str, mode: str, rank: int) -> Path:
-    return Path(folder, f"{mode}.{rank}.record")
+class RankFile(StrEnum):
+    """A file that each rank of a run writes into the folder of the run."""
 
+    RECORD = "record"
+    GRADIENTS = "gradients.pt"  # at the first step
+    TENSORS = "tensors.pt"  # what a replay needs
+    LOOP = "loop.pt"  # what a loop without a DataLoader has read: see loop_watcher.py
+    CALLS = "calls"  # collectives, each logged before it begins, because the rank may die in it
 
-def gradients_file(folder: str, mode: str, rank: int) -> Path:
-    return Path(folder, f"{mode}.{rank}.gradients.pt")
-
-
-def tensors_file(folder: str, mode: str, rank: int) -> Path:
-    return Path(folder, f"{mode}.{rank}.tensors.pt")
-
-
-def loop_file(folder: str, mode: str, rank: int) -> Path:
-    """Name the file with the data that a loop without a DataLoader read: see loop_watcher.py."""
-    return Path(folder, f"{mode}.{rank}.loop.pt")
+    def of(self, folder: str, mode: str, rank: int) -> Path:
+        return Path(folder, f"{mode}.{rank}.{self}")
 
 
 def forced_file(folder: str, variant: ReplayVariant) -> Path:
     """Name the file of draws that all runs of a variant get: Draw or OneDraw by key."""
     return Path(folder, f"forced{variant}.pt")
-
-
-def calls_file(folder: str, mode: str, rank: int) -> Path:
-    """Name the file of a rank's collectives. Each is logged before it begins: the rank may die."""
-    return Path(folder, f"{mode}.{rank}.calls")
 
 
 def with_last_calls(record: RankRecord, file: Path) -> RankRecord:
@@ -493,7 +500,7 @@ def read_records(folder: str, mode: str) -> list[RankRecord]:
     files = Path(folder).glob(f"{mode}.*.record")
     records = [pickle.loads(file.read_bytes()) for file in files]
     return [
-        with_last_calls(record, calls_file(folder, mode, record.rank))
+        with_last_calls(record, RankFile.CALLS.of(folder, mode, record.rank))
         for record in sorted(records, key=lambda own: own.rank)
     ]
 

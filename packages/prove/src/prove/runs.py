@@ -96,11 +96,8 @@ class Runs:
 
     def run_all_ranks(self, variant: ReplayVariant) -> RunOutcome:
         """Run all ranks again, each fed its own records."""
-        return self.run(self.settings_of(Mode.CONTROL, variant), self.args.command)
-
-    def settings_of(self, mode: Mode, variant: ReplayVariant) -> Settings:
-        dropout = variant != ReplayVariant.NO_DROPOUT
-        return replace(self.settings, mode=mode, variant=variant, dropout=dropout)
+        settings = replace(self.settings, mode=Mode.CONTROL, variant=variant)
+        return self.run(settings, self.args.command)
 
     def replay(
         self,
@@ -111,7 +108,7 @@ class Runs:
         control: RunOutcome | None = None,
     ) -> Replay:
         """Let one rank replay the observed run, or its control with the draws of a variant."""
-        settings = replace(self.settings_of(mode, variant), gpus=gpus)
+        settings = replace(self.settings, mode=mode, variant=variant, gpus=gpus)
         outcome = self.run(settings, command)
         names = (Mode.CONTROL + variant if control else Mode.OBSERVE, settings.name)
         return Replay(

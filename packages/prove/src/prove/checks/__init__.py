@@ -4,6 +4,8 @@ A new check is a module here and an entry in this list; base.py says what it nee
 depends on the rows of another one imports it and asks for them: see CheckContext.rows_of.
 """
 
+from enum import unique
+
 from prove.checks import (
     accumulation,
     augmentation,
@@ -35,8 +37,8 @@ from prove.checks import (
     zero_gradients,
 )
 from prove.checks.base import Check, CheckContext, Phase
+from prove.judge import replay_reasons  # noqa: F401  sentences that SENTENCES must know, too
 from prove.judge.reasons import Reason
-from prove.judge.replay_reasons import ReplayReason
 from prove.judge.table import ReportRow
 
 CHECKS: tuple[Check, ...] = (
@@ -79,12 +81,14 @@ def rows_of_phase(phase: Phase, context: CheckContext) -> list[ReportRow]:
     return [row for check in CHECKS if check.phase == phase for row in context.rows_of(check)]
 
 
-def by_name(reasons: list[Reason]) -> dict[str, Reason]:
-    """Index reasons by name, which is all that JSON stores, so no two may share a name."""
-    named = {reason.name: reason for reason in reasons}
-    if len({*map(id, named.values())}) < len({*map(id, reasons)}):
-        raise ValueError("two sentences have one name")
+def all_sentences() -> dict[str, Reason]:
+    """Index all reasons by name, which is all that JSON stores, so no two may share a name."""
+    named: dict[str, Reason] = {}
+    for kind in Reason.__subclasses__():
+        for reason in unique(kind):  # an Enum would silently merge two equal sentences
+            if named.setdefault(reason.name, reason) is not reason:
+                raise ValueError(f"two sentences have the name {reason.name}")
     return named
 
 
-SENTENCES = by_name([*ReplayReason, *(reason for check in CHECKS for reason in check.says)])
+SENTENCES = all_sentences()

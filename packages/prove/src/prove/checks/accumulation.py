@@ -1,6 +1,5 @@
 """Do the gradients of several backwards add up to one step, though no loss was divided?"""
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,7 +14,7 @@ NAME = "accumulation"
 MAX_BACKWARDS = 64  # further calls are not recorded
 
 
-class Says(Reason):
+class Sentence(Reason):
     LOSS_NOT_DIVIDED = (
         "{backwards} backwards at {at} add up, and the loss is not divided",
         "loss / {backwards}; meant so only if the loss is a sum, or the rate is divided",
@@ -23,22 +22,15 @@ class Says(Reason):
 
 
 class FirstBackward(NamedTuple):
-    """A call of backward before the first step."""
+    """A call of backward on one rank before the first step."""
 
     source_line: str
     is_scaled: bool
     adds_up: bool  # gradients of an earlier backward were still there
 
 
-@dataclass
-class FirstBackwards:
-    """The calls of backward on one rank before the first step."""
-
-    calls: list[FirstBackward] = field(default_factory=list)
-
-
 def watch(run: RankRun) -> None:
-    calls = run.record.part(FirstBackwards).calls
+    calls = run.record.notes(FirstBackward)
 
     def note(loss: Tensor) -> None:
         if run.record.step_count == 0 and len(calls) < MAX_BACKWARDS:
@@ -63,14 +55,14 @@ def is_scaled(loss: Tensor) -> bool:
 def judge(context: CheckContext) -> list[ReportRow]:
     """Warn if several backwards of one line come before the first step, all undivided."""
     first = context.records[0]
-    backwards = first.part(FirstBackwards).calls
+    backwards = first.notes(FirstBackward)
     places = {backward.source_line for backward in backwards}
     n = min(len(backwards), 1 + sum(backward.adds_up for backward in backwards))
     if n < 2 or len(places) > 1 or len(first.optimizers) != 1:
         return []
     if any(backward.is_scaled for backward in backwards):
         return []
-    return [warning(NAME, Says.LOSS_NOT_DIVIDED, backwards=n, at=places.pop())]
+    return [warning(NAME, Sentence.LOSS_NOT_DIVIDED, backwards=n, at=places.pop())]
 
 
 PLANTED = (
@@ -84,4 +76,4 @@ PLANTED = (
         ("(loss * world_size / words).backward()", "loss.backward()"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.STEPS, watch, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.STEPS, watch, planted=PLANTED)

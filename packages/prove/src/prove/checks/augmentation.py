@@ -10,7 +10,7 @@ from prove.judge.table import WARNING, ReportRow, right, warning
 NAME = "augmentation"
 
 
-class Says(Reason):
+class Sentence(Reason):
     WORKER_SEEDS_ALIKE = (
         "the workers of all ranks draw the same numbers: one seed (loader at {at})",
         OWN_SEED,
@@ -43,13 +43,13 @@ def judge(context: CheckContext) -> list[ReportRow]:
         drew_nothing = not any(loader_pass.workers_drew for loader_pass in passes)
         if first.is_stream or drew_nothing or not same_dataset(passes):
             return []
-        return [warning(NAME, Says.WORKER_SEEDS_ALIKE, at=first.source_line)]
+        return [warning(NAME, Sentence.WORKER_SEEDS_ALIKE, at=first.source_line)]
     if same:
-        return [warning(NAME, Says.DRAWS_ALIKE, generators=same, at=first.source_line)]
+        return [warning(NAME, Sentence.DRAWS_ALIKE, generators=same, at=first.source_line)]
     if drew:
-        return [right(NAME, Says.DRAWS_DIFFER)]
+        return [right(NAME, Sentence.DRAWS_DIFFER)]
     if seeds_workers:
-        return [right(NAME, Says.WORKER_SEEDS_DIFFER)]
+        return [right(NAME, Sentence.WORKER_SEEDS_DIFFER)]
     return []
 
 
@@ -69,4 +69,4 @@ PLANTED = (
         ("    random.seed(rank + 1)", "    random.seed(1)"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ALL_RECORDS, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ALL_RECORDS, planted=PLANTED)

@@ -32,7 +32,7 @@ TOLERANCES |= {"torch.float32": 2e-3, "torch.complex64": 2e-3}
 MAX_RANKS = 8  # with more ranks, not every subset is tried
 
 
-class Says(Reason):
+class Sentence(Reason):
     LOCAL_STEPS = (
         "each rank steps with its own: weights are averaged, it seems",
         "see the rows weights and one rank, which compare what is averaged",
@@ -91,18 +91,18 @@ def judge(context: CheckContext) -> list[ReportRow]:
     known = [(factor, step) for factor, step in factors if factor is not None]
     clips_at = context.records[0].flags.get(Flag.CLIPS)
     if not known and clips_at:
-        return [not_seen(NAME, Says.CLIPPED_APART, at=clips_at)]
+        return [not_seen(NAME, Sentence.CLIPPED_APART, at=clips_at)]
     if not known:
-        return [not_seen(NAME, Says.NO_MULTIPLE_OF_MEAN)]
+        return [not_seen(NAME, Sentence.NO_MULTIPLE_OF_MEAN)]
     factor, step = max(known, key=lambda pair: abs(pair[0] - 1))
     if abs(factor - 1) <= tolerance(step):
-        return [right(NAME, Says.MEAN_OF_RANKS, steps=len(known))]
+        return [right(NAME, Sentence.MEAN_OF_RANKS, steps=len(known))]
     facts = {"factor": factor, "step": step.step_number, "at": step.source_line}
     ranks = len(step.steps)
     if abs(factor - ranks) <= ranks * tolerance(step):
-        return [not_seen(NAME, Says.SUM_OF_RANKS, **facts)]
+        return [not_seen(NAME, Sentence.SUM_OF_RANKS, **facts)]
     clips = factor < 1 and clips_at
-    return [not_seen(NAME, Says.CLIPPED if clips else Says.CHANGED_BEFORE_STEP, **facts)]
+    return [not_seen(NAME, Sentence.CLIPPED if clips else Sentence.CHANGED_BEFORE_STEP, **facts)]
 
 
 def row_of_apart(context: CheckContext) -> ReportRow | None:
@@ -112,7 +112,7 @@ def row_of_apart(context: CheckContext) -> ReportRow | None:
     if not differing or verdicts == [RIGHT]:
         return None
     if WARNING in verdicts:
-        return not_seen(NAME, Says.LOCAL_STEPS)
+        return not_seen(NAME, Sentence.LOCAL_STEPS)
     step, apart = differing[0], parameters_apart(differing[0])
     facts = {
         "apart": len(apart), "tensors": len(step.optimizer.names),
@@ -122,8 +122,8 @@ def row_of_apart(context: CheckContext) -> ReportRow | None:
     unfrozen = unfrozen_parameters(context.records[0])
     made_at = [unfrozen.get(step.optimizer.keys[number]) for number in apart]
     if all(made_at):
-        return wrong(NAME, Says.GRADIENTS_UNFROZEN, wrapped_at=made_at[0], **facts)
-    return wrong(NAME, Says.GRADIENTS_DIFFER, **facts)
+        return wrong(NAME, Sentence.GRADIENTS_UNFROZEN, wrapped_at=made_at[0], **facts)
+    return wrong(NAME, Sentence.GRADIENTS_DIFFER, **facts)
 
 
 def parameters_apart(step: StepOfRanks) -> list[int]:
@@ -141,7 +141,11 @@ def row_of_lost_imaginary(context: CheckContext) -> ReportRow | None:
         if numbers := {n for of_rank in step.steps for n in of_rank.lost_imaginary}:
             names = parameter_names(step.optimizer, sorted(numbers))
             return wrong(
-                NAME, Says.IMAGINARY_LOST, names=names, step=step.step_number, at=step.source_line
+                NAME,
+                Sentence.IMAGINARY_LOST,
+                names=names,
+                step=step.step_number,
+                at=step.source_line,
             )
     return None
 
@@ -166,7 +170,7 @@ def row_of_some_ranks(step: StepOfRanks) -> ReportRow | None:
                 <= limit * each.norm
                 for each in known
             ):
-                return wrong(NAME, Says.GRADIENT_OF_SOME, ranks=[*some], **facts)
+                return wrong(NAME, Sentence.GRADIENT_OF_SOME, ranks=[*some], **facts)
     if len(known) <= len(ranks) + 1:  # too few equations: weights would fit by chance
         return None
     local = torch.tensor([each.local for each in known], dtype=torch.float64)
@@ -176,7 +180,7 @@ def row_of_some_ranks(step: StepOfRanks) -> ReportRow | None:
     shares = torch.linalg.lstsq(local, averaged[:, None]).solution.squeeze(1)
     if bool(((local @ shares - averaged).abs() > limit * norms).any()):
         return None
-    return warning(NAME, Says.WEIGHTED_SUM, shares=shares.tolist(), **facts)
+    return warning(NAME, Sentence.WEIGHTED_SUM, shares=shares.tolist(), **facts)
 
 
 class Averaged(NamedTuple):
@@ -263,5 +267,5 @@ PLANTED = (
 )  # fmt: skip
 # If one rank computes the same, the change of the gradients was no mistake. A lost imaginary part
 # is the exception, because one rank loses it, too.
-UNEXPLAINED = frozenset({*Says} - {Says.MEAN_OF_RANKS, Says.IMAGINARY_LOST})
-CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, moot_if_proven=UNEXPLAINED, planted=PLANTED)
+UNEXPLAINED = frozenset({*Sentence} - {Sentence.MEAN_OF_RANKS, Sentence.IMAGINARY_LOST})
+CHECK = Check(NAME, judge, Phase.ONE_MODEL, moot_if_proven=UNEXPLAINED, planted=PLANTED)

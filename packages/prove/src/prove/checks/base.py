@@ -1,11 +1,12 @@
-"""What is a check? Its sentences, what it watches beside the script, and how it judges.
+"""What is a check? What it watches beside the script, and how it judges.
 
-A module of this folder holds all of one check, has the name of its row, and ends with its CHECK.
+A module of this folder holds all of one check, with the sentences that it may say. It has the name
+of its row, and ends with its CHECK.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum, unique
+from enum import IntEnum
 from functools import cached_property
 
 from prove.checks.mistake import Mistake
@@ -72,12 +73,8 @@ class Check:
     """Holds all of one check; a module may have two of one name, for different phases."""
 
     name: str  # as the table prints it
-    says: type[Reason]
     judge: Callable[[CheckContext], list[ReportRow]]
     phase: Phase
     watch: Callable[[RankRun], None] | None = None  # runs in each rank, beside the script
     moot_if_proven: frozenset[Reason] = frozenset()  # dropped when the replay proves equality
     planted: tuple[Mistake, ...] = ()  # test cases, each with the verdict to give
-
-    def __post_init__(self) -> None:
-        unique(self.says)  # an Enum would silently merge two equal sentences

@@ -13,7 +13,7 @@ OVER_ALL_RANKS = (
 )
 
 
-class Says(Reason):
+class Sentence(Reason):
     CENTERED_BY_RANK = (
         "the numbers that each rank makes a tensor of at {at} have mean 0: it has normalized them "
         "by themselves",
@@ -34,8 +34,8 @@ def judge(context: CheckContext) -> list[ReportRow]:
     if statistic is None:
         return []
     is_centered = statistic["name"] == CENTERED
-    reason = Says.CENTERED_BY_RANK if is_centered else Says.STATISTIC_OF_EACH_RANK
+    reason = Sentence.CENTERED_BY_RANK if is_centered else Sentence.STATISTIC_OF_EACH_RANK
     return [warning(NAME, reason, **statistic)]
 
 
-CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL)
+CHECK = Check(NAME, judge, Phase.ONE_MODEL)

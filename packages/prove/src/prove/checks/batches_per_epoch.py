@@ -5,9 +5,8 @@ from prove.checks.mistake import LOADING, NO_SET_EPOCH, SAMPLER, iterable, plain
 from prove.judge.loader_passes import epochs_of_data_set, place_of
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import (
-    NOT_SEEN,
-    RIGHT,
     WARNING,
+    WORST_FIRST,
     WRONG,
     ReportRow,
     not_seen,
@@ -18,10 +17,9 @@ from prove.judge.table import (
 from prove.rank_record import Flag, LoaderPass, RankRecord
 
 NAME = "batches per epoch"
-WORST_FIRST = (WRONG, WARNING, NOT_SEEN, RIGHT)
 
 
-class Says(Reason):
+class Sentence(Reason):
     NO_END_OF_DATA = (
         "no rank reached the end of its data ({at})",
         "raise --batches, or prove it with less data; an endless stream has nothing to compare",
@@ -67,24 +65,24 @@ def row_of_lengths(records: list[RankRecord], passes: list[LoaderPass], number: 
     given = [loader_pass.batches_given for loader_pass in passes]
     batches = listed if len(listed) == len(passes) else given
     if batches is not listed and not any(loader_pass.ended for loader_pass in passes):
-        return not_seen(NAME, Says.NO_END_OF_DATA, at=at)
+        return not_seen(NAME, Sentence.NO_END_OF_DATA, at=at)
     are_cut = any(
         loader_pass.batches_given < min(n, loader_pass.most_batches)
         for loader_pass, n in zip(passes, batches, strict=True)
     )
     if len({*batches}) > 1:
         if Flag.JOINS in records[0].flags:
-            return right(NAME, Says.UNEQUAL_BUT_JOINED, batches=batches)
+            return right(NAME, Sentence.UNEQUAL_BUT_JOINED, batches=batches)
         if Flag.STOP_TOGETHER in records[0].flags:
-            return right(NAME, Says.UNEQUAL_BUT_STOPPED, batches=batches)
+            return right(NAME, Sentence.UNEQUAL_BUT_STOPPED, batches=batches)
         if are_cut:
-            return not_seen(NAME, Says.UNEQUAL_BUT_CUT, batches=batches, at=at)
-        return wrong(NAME, Says.UNEQUAL_BATCHES, batches=batches, at=at)
+            return not_seen(NAME, Sentence.UNEQUAL_BUT_CUT, batches=batches, at=at)
+        return wrong(NAME, Sentence.UNEQUAL_BATCHES, batches=batches, at=at)
     n = batches[0]
     for sizes in zip(*(sizes_of(own, are_cut) for own in passes), strict=False):
         if len({*sizes}) > 1:
-            return warning(NAME, Says.UNEQUAL_BATCH_SIZES, batches=n, sizes=[*sizes], at=at)
-    return right(NAME, Says.EQUAL_BATCHES, batches=n)
+            return warning(NAME, Sentence.UNEQUAL_BATCH_SIZES, batches=n, sizes=[*sizes], at=at)
+    return right(NAME, Sentence.EQUAL_BATCHES, batches=n)
 
 
 def sizes_of(loader_pass: LoaderPass, is_cut: bool) -> list[int]:
@@ -114,4 +112,4 @@ PLANTED = (
         ("islice(points, part, None,", "islice(points, part, SAMPLES - 60 * self.rank,"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ALL_RECORDS, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ALL_RECORDS, planted=PLANTED)

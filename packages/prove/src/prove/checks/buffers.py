@@ -18,7 +18,7 @@ from prove.watch.rank_run import RankRun
 NAME = "buffers"
 
 
-class Says(Reason):
+class Sentence(Reason):
     BUFFERS_DIFFER = (
         "{apart} of {buffers} differ between the ranks at {when}: {names}",
         "broadcast them from rank 0 before evaluation, or SyncBatchNorm",
@@ -82,9 +82,9 @@ def judge(context: CheckContext) -> list[ReportRow]:
         common, apart = names_apart(at_evaluation if evaluated else at_end)
         if apart:
             facts = {"apart": len(apart), "buffers": len(common), "names": apart, "when": when}
-            rows.append(warning(NAME, Says.BUFFERS_DIFFER, **facts))
+            rows.append(warning(NAME, Sentence.BUFFERS_DIFFER, **facts))
         elif common:
-            rows.append(right(NAME, Says.BUFFERS_ALIKE, when=when))
+            rows.append(right(NAME, Sentence.BUFFERS_ALIKE, when=when))
     return rows
 
 
@@ -96,7 +96,7 @@ def judge_outside_ddp(context: CheckContext) -> list[ReportRow]:
     for module in by_rank[0]:
         _, apart = names_apart([own.get(module, {}) for own in by_rank])
         if apart:
-            return [warning(NAME, Says.BUFFERS_OUTSIDE_DDP, module=module, names=apart)]
+            return [warning(NAME, Sentence.BUFFERS_OUTSIDE_DDP, module=module, names=apart)]
     return []
 
 
@@ -106,5 +106,5 @@ PLANTED = (
         ("            dist.broadcast(buffer, src=0)\n", "            pass\n"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, watch, planted=PLANTED)
-OUTSIDE_DDP = Check(NAME, Says, judge_outside_ddp, Phase.ONE_MODEL)
+CHECK = Check(NAME, judge, Phase.ONE_MODEL, watch, planted=PLANTED)
+OUTSIDE_DDP = Check(NAME, judge_outside_ddp, Phase.ONE_MODEL)

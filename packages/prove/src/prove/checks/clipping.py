@@ -9,7 +9,7 @@ from prove.rank_record import Flag
 NAME = "clipping"
 
 
-class Says(Reason):
+class Sentence(Reason):
     CLIPS_SCALED = (
         "gradients are clipped while they are multiplied by the loss scale ({at})",
         "scaler.unscale_(optimizer) before clipping",
@@ -20,8 +20,8 @@ class Says(Reason):
 def judge(context: CheckContext) -> list[ReportRow]:
     flags = context.records[0].flags
     if at := flags.get(Flag.CLIPS_SCALED):
-        return [wrong(NAME, Says.CLIPS_SCALED, at=at)]
-    return [right(NAME, Says.CLIPS_UNSCALED)] if Flag.CLIPS in flags else []
+        return [wrong(NAME, Sentence.CLIPS_SCALED, at=at)]
+    return [right(NAME, Sentence.CLIPS_UNSCALED)] if Flag.CLIPS in flags else []
 
 
 PLANTED = (
@@ -30,4 +30,4 @@ PLANTED = (
         ("            scaler.unscale_(optimizer)\n", ""),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.STEPS, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.STEPS, planted=PLANTED)

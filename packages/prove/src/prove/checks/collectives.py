@@ -16,7 +16,7 @@ NAME = "collectives"
 ALL_CALL = "every rank must reach each collective the same number of times, in the same order"
 
 
-class Says(Reason):
+class Sentence(Reason):
     COLLECTIVES_DIFFER = ("{difference}", ALL_CALL, Heading.HANG)
     COLLECTIVES_ALIKE = "{calls:n call}, the same on all ranks"
 
@@ -31,8 +31,8 @@ def judge(context: CheckContext) -> list[ReportRow]:
     is_whole = have_ended and not any(map(ends_with_others, records))
     difference = first_difference(calls) or (missed_call(records, calls) if is_whole else None)
     if difference:
-        return [wrong(NAME, Says.COLLECTIVES_DIFFER, difference=difference)]
-    return [right(NAME, Says.COLLECTIVES_ALIKE, calls=len(calls[0]))]
+        return [wrong(NAME, Sentence.COLLECTIVES_DIFFER, difference=difference)]
+    return [right(NAME, Sentence.COLLECTIVES_ALIKE, calls=len(calls[0]))]
 
 
 def first_difference(calls: list[list[Collective]]) -> dict[str, Any] | None:
@@ -67,4 +67,4 @@ def missed_call(records: list[RankRecord], calls: list[list[Collective]]) -> dic
     return phrase("rank {rank} calls {name} at {at}, which rank {others} does not reach", **facts)
 
 
-CHECK = Check(NAME, Says, judge, Phase.ANY_RUN)
+CHECK = Check(NAME, judge, Phase.ANY_RUN)

@@ -8,7 +8,7 @@ from prove.judge.table import WARNING, ReportRow, right, warning
 NAME = "dropout"
 
 
-class Says(Reason):
+class Sentence(Reason):
     MASKS_DIFFER = "the ranks draw different masks"
     MASKS_ALIKE = (
         "all ranks drop the same positions ({at})",
@@ -21,8 +21,8 @@ def judge(context: CheckContext) -> list[ReportRow]:
         return []
     for at in sorted(set.intersection(*({*rank.dropout} for rank in context.records))):
         if len({rank.dropout[at] for rank in context.records}) > 1:
-            return [right(NAME, Says.MASKS_DIFFER)]
-        return [warning(NAME, Says.MASKS_ALIKE, at=at)]
+            return [right(NAME, Sentence.MASKS_DIFFER)]
+        return [warning(NAME, Sentence.MASKS_ALIKE, at=at)]
     return []
 
 
@@ -32,4 +32,4 @@ PLANTED = (
         ("torch.manual_seed(rank + 1)", "torch.manual_seed(1)"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ALL_RECORDS, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ALL_RECORDS, planted=PLANTED)

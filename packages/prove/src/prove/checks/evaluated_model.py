@@ -3,7 +3,6 @@
 If the trained weights differ, this check is silent: the ranks may just evaluate those.
 """
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,7 +22,7 @@ NAME = "evaluated model"
 MAX_EVALUATED_MODULES = 32  # further modules are not recorded
 
 
-class Says(Reason):
+class Sentence(Reason):
     EVALUATED_MODELS_DIFFER = (
         "{module} is not the same on all ranks: {apart} of its {tensors} tensors differ after "
         "{steps:n step}, among them {names}",
@@ -41,7 +40,7 @@ class Says(Reason):
 
 
 class EvaluatedModule(NamedTuple):
-    """The tensors of a module that the script called in eval mode or without gradients.
+    """The tensors of an averaged model, a teacher or the like, called but not trained.
 
     If an optimizer holds the parameters of the module, only its buffers are recorded.
     """
@@ -52,15 +51,8 @@ class EvaluatedModule(NamedTuple):
     buffers: list[str]  # names of the tensors that are buffers
 
 
-@dataclass
-class EvaluatedModules:
-    """The modules of one rank that were called untrained: averaged models, teachers."""
-
-    held: list[EvaluatedModule] = field(default_factory=list)
-
-
 def watch(run: RankRun) -> None:
-    evaluated = run.record.part(EvaluatedModules).held
+    evaluated = run.record.notes(EvaluatedModule)
     # For each module, its name and the number of steps at which it was last recorded.
     noted: WeakKeyDictionary[nn.Module, tuple[str, int]] = WeakKeyDictionary()
 
@@ -104,11 +96,11 @@ def judge(context: CheckContext) -> list[ReportRow]:
                 "steps": first.steps_before,
             }  # fmt: skip
             if {*apart} <= {*first.buffers}:
-                return [warning(NAME, Says.EVALUATED_BUFFERS_DIFFER, **facts)]
-            return [warning(NAME, Says.EVALUATED_MODELS_DIFFER, **facts)]
+                return [warning(NAME, Sentence.EVALUATED_BUFFERS_DIFFER, **facts)]
+            return [warning(NAME, Sentence.EVALUATED_MODELS_DIFFER, **facts)]
         if common and first.name not in alike:
             alike.append(first.name)
-    return [right(NAME, Says.EVALUATED_MODELS_ALIKE, modules=alike)] if alike else []
+    return [right(NAME, Sentence.EVALUATED_MODELS_ALIKE, modules=alike)] if alike else []
 
 
 def evaluated_by_all(records: list[RankRecord]) -> list[list[EvaluatedModule]]:
@@ -116,7 +108,7 @@ def evaluated_by_all(records: list[RankRecord]) -> list[list[EvaluatedModule]]:
     by_place: list[dict[tuple, list[EvaluatedModule]]] = []
     for rank in records:
         own: dict[tuple, list[EvaluatedModule]] = {}
-        for module in rank.part(EvaluatedModules).held:
+        for module in rank.notes(EvaluatedModule):
             own.setdefault((module.name, module.steps_before), []).append(module)
         by_place.append(own)
     return [
@@ -126,4 +118,4 @@ def evaluated_by_all(records: list[RankRecord]) -> list[list[EvaluatedModule]]:
     ]
 
 
-CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, watch)
+CHECK = Check(NAME, judge, Phase.ONE_MODEL, watch)

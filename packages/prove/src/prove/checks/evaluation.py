@@ -1,7 +1,7 @@
 """Does the evaluation count each sample once, over all ranks together?"""
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from prove.checks.base import Check, CheckContext, Phase
 from prove.checks.mistake import plain
@@ -15,7 +15,7 @@ from prove.watch.rank_run import RankRun
 NAME = "evaluation"
 
 
-class Says(Reason):
+class Sentence(Reason):
     NO_EVALUATION = (
         "no pass over the loader at {places}: an evaluation counts that comes within the first two "
         "epochs",
@@ -68,20 +68,21 @@ class Says(Reason):
     )
 
 
-@dataclass
-class UnreadData:
-    """The data sets of one rank that have loaders but were never read."""
+class UnreadData(NamedTuple):
+    """A data set of one rank that has a loader but was never read."""
 
-    places: list[str] = field(default_factory=list)  # the lines that made their loaders
+    source_line: str  # where its loader was made
 
 
 def watch(run: RankRun) -> None:
-    unread = run.record.part(UnreadData)
+    unread = run.record.notes(UnreadData)
     made: list[tuple[Any, str]] = []  # the data set of each loader, and the line of the loader
     read: list[Any] = []
 
     def note() -> None:
-        unread.places = [at for dataset, at in made if not any(dataset is other for other in read)]
+        unread[:] = [
+            UnreadData(at) for dataset, at in made if not any(dataset is other for other in read)
+        ]
 
     def note_made(loader: Any, at: str) -> None:
         made.append((loader.dataset, at))
@@ -110,13 +111,13 @@ def judge(context: CheckContext) -> list[ReportRow]:
         for key, loader_pass in first.items():
             datasets.setdefault(key, []).append(loader_pass)
     if not datasets:
-        places = [at for rank in records for at in rank.part(UnreadData).places]
+        places = [unread.source_line for rank in records for unread in rank.notes(UnreadData)]
         places = list(dict.fromkeys(places))
-        return [not_seen(NAME, Says.NO_EVALUATION, places=places)] if places else []
+        return [not_seen(NAME, Sentence.NO_EVALUATION, places=places)] if places else []
     of_one_rank_each = all(len(passes) == 1 for passes in datasets.values())
     if of_one_rank_each and all(evaluations(rank) for rank in records):
         own = [evaluations(rank)[0] for rank in records]
-        return rows_by_content(records, own, Says.EVALUATED_OWN_DATASETS)
+        return rows_by_content(records, own, Sentence.EVALUATED_OWN_DATASETS)
     rows = [row for passes in datasets.values() for row in rows_of_dataset(records, passes)]
     by_reason: dict[Reason, list[ReportRow]] = {}
     for row in [row for row in rows if row.verdict != RIGHT] or rows[:1]:
@@ -154,9 +155,9 @@ def rows_of_dataset(records: list[RankRecord], passes: list[LoaderPass]) -> list
     at, world_size = passes[0].source_line, len(records)
     if len(passes) < world_size:
         ranks = len(passes)
-        return [right(NAME, Says.EVALUATED_BY_SOME, ranks=ranks, world_size=world_size, at=at)]
+        return [right(NAME, Sentence.EVALUATED_BY_SOME, ranks=ranks, world_size=world_size, at=at)]
     if not all(loader_pass.indices for loader_pass in passes) or not same_dataset(passes):
-        return rows_by_content(records, passes, Says.EVALUATED_UNKNOWN)
+        return rows_by_content(records, passes, Sentence.EVALUATED_UNKNOWN)
     if all(stops_early(loader_pass) for loader_pass in passes):
         return [row_of_a_part(passes)]
     size = sample_count(passes)
@@ -165,15 +166,15 @@ def rows_of_dataset(records: list[RankRecord], passes: list[LoaderPass]) -> list
     lost = size - len({*drawn, *drawn_beside(records, passes[0])})
     samples = {"size": size, "at": at, "sampler": passes[0].sampler}
     if all(len({*loader_pass.indices}) >= NEARLY_ALL * size for loader_pass in passes):
-        return [warning(NAME, Says.EVALUATED_BY_EACH, **samples)]
+        return [warning(NAME, Sentence.EVALUATED_BY_EACH, **samples)]
     rows = []
     if not all(map(may_be_summed, records, passes)):
-        rows.append(warning(NAME, Says.EVALUATED_NOT_SUMMED, **samples))
+        rows.append(warning(NAME, Sentence.EVALUATED_NOT_SUMMED, **samples))
     if twice and Flag.GATHERS_FOR_METRICS not in records[0].flags:
-        rows.append(warning(NAME, Says.EVALUATED_TWICE, twice=twice, **samples))
+        rows.append(warning(NAME, Sentence.EVALUATED_TWICE, twice=twice, **samples))
     elif lost > 0:
-        rows.append(warning(NAME, Says.EVALUATED_NOT_ALL, lost=lost, **samples))
-    return rows or [right(NAME, Says.EVALUATED_ONCE, **samples)]
+        rows.append(warning(NAME, Sentence.EVALUATED_NOT_ALL, lost=lost, **samples))
+    return rows or [right(NAME, Sentence.EVALUATED_ONCE, **samples)]
 
 
 def rows_by_content(
@@ -191,14 +192,14 @@ def rows_by_content(
     facts = {"size": size, "twice": different - size, "at": at}
     ended = all(loader_pass.ended for loader_pass in passes)
     if ended and all(of_rank == contents[0] for of_rank in contents):
-        return [warning(NAME, Says.EVALUATED_BY_EACH, **facts)]
+        return [warning(NAME, Sentence.EVALUATED_BY_EACH, **facts)]
     if different - size > 0.05 * size:
-        return [warning(NAME, Says.EVALUATED_SHARED, **facts)]
+        return [warning(NAME, Sentence.EVALUATED_SHARED, **facts)]
     if all(map(may_be_summed, records, passes)):
-        return [right(NAME, Says.EVALUATED_APART, **facts)]
-    if unknown == Says.EVALUATED_OWN_DATASETS:  # perhaps they are not parts of one data set
+        return [right(NAME, Sentence.EVALUATED_APART, **facts)]
+    if unknown == Sentence.EVALUATED_OWN_DATASETS:  # perhaps they are not parts of one data set
         return [not_seen(NAME, unknown, at=at)]
-    return [warning(NAME, Says.EVALUATED_NOT_SUMMED, **facts)]
+    return [warning(NAME, Sentence.EVALUATED_NOT_SUMMED, **facts)]
 
 
 def stops_early(loader_pass: LoaderPass) -> bool:
@@ -221,8 +222,8 @@ def row_of_a_part(passes: list[LoaderPass]) -> ReportRow:
         "samples": len({*drawn}), "size": sample_count(passes), "at": first.source_line,
     }  # fmt: skip
     if {*drawn} == {*range(len(drawn))}:
-        return right(NAME, Says.EVALUATED_FIRST_ONES, **facts)
-    return warning(NAME, Says.EVALUATED_OTHERS, **facts)
+        return right(NAME, Sentence.EVALUATED_FIRST_ONES, **facts)
+    return warning(NAME, Sentence.EVALUATED_OTHERS, **facts)
 
 
 def drawn_beside(records: list[RankRecord], first: LoaderPass) -> set[int]:
@@ -315,4 +316,4 @@ PLANTED = (
         ),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ALL_RECORDS, watch, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ALL_RECORDS, watch, planted=PLANTED)

@@ -26,7 +26,7 @@ WRITE_OWN = "a name with the rank in it, if each rank keeps something of its own
 WRITE_OWN += "sampler or generator, its metrics)"
 
 
-class Says(Reason):
+class Sentence(Reason):
     FILE_OF_SEVERAL_RANKS = (OPENED, f"{WRITE_ONCE}; or {WRITE_OWN}", Heading.FILES)
     FILE_OF_DIFFERENT_CONTENTS = (
         f"{OPENED}, and they do not write the same",
@@ -131,15 +131,15 @@ def judge(context: CheckContext) -> list[ReportRow]:
             "at": openings[0].source_line,
         }
         if not truncates:
-            rows.append(warning(NAME, Says.FILE_THAT_GROWS, **facts))
+            rows.append(warning(NAME, Sentence.FILE_THAT_GROWS, **facts))
         elif not trained:
-            rows.append(warning(NAME, Says.FILE_BEFORE_TRAINING, **facts))
+            rows.append(warning(NAME, Sentence.FILE_BEFORE_TRAINING, **facts))
         elif len({files[rank].checksums.get(path) for rank in by_rank}) > 1:
-            rows.append(wrong(NAME, Says.FILE_OF_DIFFERENT_CONTENTS, **facts))
+            rows.append(wrong(NAME, Sentence.FILE_OF_DIFFERENT_CONTENTS, **facts))
         else:
-            rows.append(wrong(NAME, Says.FILE_OF_SEVERAL_RANKS, **facts))
+            rows.append(wrong(NAME, Sentence.FILE_OF_SEVERAL_RANKS, **facts))
     if writers and not rows:
-        return [right(NAME, Says.FILES_OF_ONE_RANK, files=len(writers))]
+        return [right(NAME, Sentence.FILES_OF_ONE_RANK, files=len(writers))]
     return rows[:MAX_ROWS]
 
 
@@ -177,4 +177,4 @@ PLANTED = (
         ),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ANY_RUN, watch, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ANY_RUN, watch, planted=PLANTED)

@@ -9,7 +9,7 @@ from prove.judge.table import ReportRow, warning
 NAME = "finite gradients"
 
 
-class Says(Reason):
+class Sentence(Reason):
     GRADIENTS_NOT_FINITE = (
         "the gradients of {steps:n step} are not finite, first those of step {step} ({at}, ranks "
         "{ranks}): such numbers cannot be compared",
@@ -33,7 +33,7 @@ def judge(context: CheckContext) -> list[ReportRow]:
         return []
     first = min(bad)
     facts = {"steps": len(bad), "step": first, "at": places[first], "ranks": sorted({*bad[first]})}
-    return [warning(NAME, Says.GRADIENTS_NOT_FINITE, **facts)]
+    return [warning(NAME, Sentence.GRADIENTS_NOT_FINITE, **facts)]
 
 
-CHECK = Check(NAME, Says, judge, Phase.STEPS)
+CHECK = Check(NAME, judge, Phase.STEPS)

@@ -4,7 +4,6 @@ An infinite term without a gradient of its own changes no gradient, so only the 
 """
 
 import math
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ NAME = "finite loss"
 MAX_LOSSES = 64  # further losses are not recorded
 
 
-class Says(Reason):
+class Sentence(Reason):
     LOSS_NOT_FINITE = (
         "the loss is {value} at {at}, first before step {step} (ranks {ranks})",
         "a logarithm of zero, a division by zero or the mean of nothing: look at the terms of the "
@@ -29,20 +28,15 @@ class Says(Reason):
 
 
 class BadLoss(NamedTuple):
+    """A loss of one rank that is not finite."""
+
     value: str
     source_line: str
     steps_before: int
 
 
-@dataclass
-class BadLosses:
-    """The losses of one rank that are not finite."""
-
-    losses: list[BadLoss] = field(default_factory=list)
-
-
 def watch(run: RankRun) -> None:
-    bad = run.record.part(BadLosses).losses
+    bad = run.record.notes(BadLoss)
 
     def note(loss: torch.Tensor) -> None:
         # GradScaler skips the step if a scaled float16 loss overflows.
@@ -57,7 +51,7 @@ def watch(run: RankRun) -> None:
 
 
 def judge(context: CheckContext) -> list[ReportRow]:
-    bad = [(loss, rank.rank) for rank in context.records for loss in rank.part(BadLosses).losses]
+    bad = [(loss, rank.rank) for rank in context.records for loss in rank.notes(BadLoss)]
     if not bad:
         return []
     first, _ = min(bad, key=lambda pair: pair[0].steps_before)
@@ -68,7 +62,7 @@ def judge(context: CheckContext) -> list[ReportRow]:
         "at": first.source_line,
         "ranks": ranks,
     }
-    return [warning(NAME, Says.LOSS_NOT_FINITE, **facts)]
+    return [warning(NAME, Sentence.LOSS_NOT_FINITE, **facts)]
 
 
 PLANTED = (
@@ -77,4 +71,4 @@ PLANTED = (
         (LOSS, f"{LOSS} + points[labels > 9].mean()"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.STEPS, watch, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.STEPS, watch, planted=PLANTED)

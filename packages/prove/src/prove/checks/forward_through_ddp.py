@@ -9,7 +9,7 @@ from prove.judge.table import RIGHT, WRONG, ReportRow, not_seen, right, wrong
 NAME = "forward through DDP"
 
 
-class Says(Reason):
+class Sentence(Reason):
     AROUND_DDP = (
         "{around} training forwards go around DDP at {places}, {through} through it",
         "call ddp(x), not ddp.module(x) or model(x)",
@@ -32,10 +32,10 @@ def judge(context: CheckContext) -> list[ReportRow]:
                 "around": sum(ddp.forwards_around.values()), "places": [*ddp.forwards_around],
                 "through": ddp.forwards,
             }  # fmt: skip
-            rows.append(wrong(NAME, Says.AROUND_DDP, **facts))
+            rows.append(wrong(NAME, Sentence.AROUND_DDP, **facts))
         elif ddp.forwards:
-            rows.append(right(NAME, Says.THROUGH_DDP, forwards=ddp.forwards))
-    return rows if first.ddps else [not_seen(NAME, Says.NO_DDP)]
+            rows.append(right(NAME, Sentence.THROUGH_DDP, forwards=ddp.forwards))
+    return rows if first.ddps else [not_seen(NAME, Sentence.NO_DDP)]
 
 
 PLANTED = (
@@ -44,5 +44,5 @@ PLANTED = (
         (LOSS, "F.cross_entropy(ddp.module(points), labels)"),
     ),
 )  # fmt: skip
-UNEXPLAINED = frozenset({Says.AROUND_DDP, Says.NO_DDP})
-CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, moot_if_proven=UNEXPLAINED, planted=PLANTED)
+UNEXPLAINED = frozenset({Sentence.AROUND_DDP, Sentence.NO_DDP})
+CHECK = Check(NAME, judge, Phase.ONE_MODEL, moot_if_proven=UNEXPLAINED, planted=PLANTED)

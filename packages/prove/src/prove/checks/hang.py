@@ -10,7 +10,7 @@ from prove.judge.table import WRONG, ReportRow, wrong
 NAME = "hang"
 
 
-class Says(Reason):
+class Sentence(Reason):
     HANG = ("{ranks:; }", f"{ALL_CALL}; and each recv its send", Heading.HANG)
     HANG_BY_DIFFERENCE = ("{ranks:; }. The first difference: {difference}", ALL_CALL, Heading.HANG)
 
@@ -21,8 +21,8 @@ def judge(context: CheckContext) -> list[ReportRow]:
     ranks = [state_of(rank, context.outcome.hang) for rank in context.records]
     calls = [rank.collectives for rank in context.records]
     if difference := first_difference(calls) or missed_call(context.records, calls):
-        return [wrong(NAME, Says.HANG_BY_DIFFERENCE, ranks=ranks, difference=difference)]
-    return [wrong(NAME, Says.HANG, ranks=ranks)]
+        return [wrong(NAME, Sentence.HANG_BY_DIFFERENCE, ranks=ranks, difference=difference)]
+    return [wrong(NAME, Sentence.HANG, ranks=ranks)]
 
 
 PLANTED = (
@@ -49,4 +49,4 @@ PLANTED = (
         ),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ANY_RUN, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ANY_RUN, planted=PLANTED)

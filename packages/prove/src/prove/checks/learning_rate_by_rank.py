@@ -1,6 +1,5 @@
 """Do all ranks step with the same learning rates, and from the same metric?"""
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prove.checks.base import Check, CheckContext, Phase
@@ -14,7 +13,7 @@ NAME = "learning rate by rank"
 MAX_METRICS = 1000  # further metrics are not recorded
 
 
-class Says(Reason):
+class Sentence(Reason):
     RATES_BY_RANK = (
         "{rates!s} on the ranks {when}",
         "the same schedule on all ranks: average what it depends on first",
@@ -36,15 +35,8 @@ class Metric(NamedTuple):
     steps_before: int
 
 
-@dataclass
-class Metrics:
-    """The metrics that one rank gave to ReduceLROnPlateau."""
-
-    given: list[Metric] = field(default_factory=list)
-
-
 def watch(run: RankRun) -> None:
-    given = run.record.part(Metrics).given
+    given = run.record.notes(Metric)
 
     def note(value: float) -> None:
         if len(given) < MAX_METRICS:
@@ -71,22 +63,22 @@ def rows_of_rates(context: CheckContext) -> list[ReportRow]:
         for n, ranks_rates in enumerate(epochs, start=1)
     ]
     for ranks_rates, when in rates:
-        if any(of_rank != ranks_rates[0] for of_rank in ranks_rates):
+        if all(ranks_rates) and any(of_rank != ranks_rates[0] for of_rank in ranks_rates):
             first_rates = [of_rank[0] for of_rank in ranks_rates]
-            return [wrong(NAME, Says.RATES_BY_RANK, rates=first_rates, when=when)]
+            return [wrong(NAME, Sentence.RATES_BY_RANK, rates=first_rates, when=when)]
     return []
 
 
 def rows_of_metrics(context: CheckContext) -> list[ReportRow]:
     """Compare the metric that lowers the rate: is it one number for all ranks?"""
     number = 0
-    for metrics in zip(*(rank.part(Metrics).given for rank in context.records), strict=False):
+    for metrics in zip(*(rank.notes(Metric) for rank in context.records), strict=False):
         values, first = [metric.value for metric in metrics], metrics[0]
         number += 1
         if max(values) - min(values) > 1e-6 * max(map(abs, values)):
             facts = {"values": values, "steps": first.steps_before, "at": first.source_line}
-            return [warning(NAME, Says.METRICS_BY_RANK, **facts)]
-    return [right(NAME, Says.METRICS_ALIKE, numbers=number)] if number else []
+            return [warning(NAME, Sentence.METRICS_BY_RANK, **facts)]
+    return [right(NAME, Sentence.METRICS_ALIKE, numbers=number)] if number else []
 
 
 PLANTED = (
@@ -99,4 +91,4 @@ PLANTED = (
         ("        scheduler.step()\n", "        if rank == 0:\n            scheduler.step()\n"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, watch, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ONE_MODEL, watch, planted=PLANTED)

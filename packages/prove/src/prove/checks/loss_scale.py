@@ -9,7 +9,7 @@ from prove.judge.wording import phrase
 NAME = "loss scale"
 
 
-class Says(Reason):
+class Sentence(Reason):
     LOSS_SCALES_BY_RANK = (
         "{scales!s} on the ranks {when}",
         "the same GradScaler settings on all ranks",
@@ -21,7 +21,7 @@ def judge(context: CheckContext) -> list[ReportRow]:
         scales = [of_rank.loss_scale for of_rank in step.steps]
         if len({*scales}) > 1:
             when = phrase(Phrase.AT_STEP, step=step.step_number, at=step.source_line)
-            return [wrong(NAME, Says.LOSS_SCALES_BY_RANK, scales=scales, when=when)]
+            return [wrong(NAME, Sentence.LOSS_SCALES_BY_RANK, scales=scales, when=when)]
     return []
 
 
@@ -31,4 +31,4 @@ PLANTED = (
         ("init_scale=1024.0", "init_scale=1024.0 * (rank + 1)"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ONE_MODEL, planted=PLANTED)

@@ -15,7 +15,7 @@ from prove.judge.table import WARNING, ReportRow, warning, wrong
 NAME = "one data set"
 
 
-class Says(Reason):
+class Sentence(Reason):
     FIELDS_DIFFER = (
         f"sample 0 has the same input on all ranks, and another {{names}} ({LOADER})",
         "number the labels in an order that all ranks share: sorted(set(names)), and zlib.crc32 or "
@@ -40,14 +40,14 @@ def judge_fields(context: CheckContext) -> list[ReportRow]:
         if names := differing_fields(epochs[0]):
             says = wrong if first.sampler == "DistributedSampler" else warning
             facts = {"names": names, "at": first.source_line, "sampler": first.sampler}
-            rows.append(says(NAME, Says.FIELDS_DIFFER, **facts))
+            rows.append(says(NAME, Sentence.FIELDS_DIFFER, **facts))
     return rows
 
 
 def judge_contents(context: CheckContext) -> list[ReportRow]:
     """Report a DistributedSampler that divides a different data set on each rank."""
     return [
-        warning(NAME, Says.DATA_SETS_DIFFER, **facts_by_content(passes))
+        warning(NAME, Sentence.DATA_SETS_DIFFER, **facts_by_content(passes))
         for passes in data_sets_in_parts(context.records)
         if passes[0].fingerprint
         and passes[0].sampler == "DistributedSampler"
@@ -62,5 +62,5 @@ PLANTED = (
         ("manual_seed(size)", "manual_seed(size + dist.get_rank())"),
     ),
 )  # fmt: skip
-FIELDS = Check(NAME, Says, judge_fields, Phase.ALL_RECORDS)  # stands before the check of samples
-CONTENTS = Check(NAME, Says, judge_contents, Phase.ALL_RECORDS, planted=PLANTED)
+FIELDS = Check(NAME, judge_fields, Phase.ALL_RECORDS)  # stands before the check of samples
+CONTENTS = Check(NAME, judge_contents, Phase.ALL_RECORDS, planted=PLANTED)

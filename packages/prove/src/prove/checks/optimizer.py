@@ -10,7 +10,7 @@ from prove.rank_record import DDPRecord, RankRecord
 NAME = "optimizer"
 
 
-class Says(Reason):
+class Sentence(Reason):
     PARAMETERS_HELD = "it holds the {parameters} parameters of the model"
     NO_PARAMETER_HELD = (
         "no optimizer ({optimizers}) holds a parameter of the model that DDP wraps at {at}",
@@ -34,12 +34,12 @@ def judge(context: CheckContext) -> list[ReportRow]:
 def row_of(ddp: DDPRecord, rank: RankRecord) -> ReportRow:
     missing, total = ddp.in_no_optimizer, ddp.parameters
     if not missing:
-        return right(NAME, Says.PARAMETERS_HELD, parameters=total)
+        return right(NAME, Sentence.PARAMETERS_HELD, parameters=total)
     if len(missing) == total and ddp.forwards:
         optimizers = [optimizer.source_line for optimizer in rank.optimizers]
-        return wrong(NAME, Says.NO_PARAMETER_HELD, optimizers=optimizers, at=ddp.source_line)
+        return wrong(NAME, Sentence.NO_PARAMETER_HELD, optimizers=optimizers, at=ddp.source_line)
     facts = {"missing": len(missing), "parameters": total, "names": missing}
-    return warning(NAME, Says.PARAMETERS_MISSING, **facts)
+    return warning(NAME, Sentence.PARAMETERS_MISSING, **facts)
 
 
 PLANTED = (
@@ -52,4 +52,4 @@ PLANTED = (
         ("SGD(ddp.parameters()", "SGD(ddp.module[0].parameters()"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.STEPS, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.STEPS, planted=PLANTED)

@@ -8,7 +8,7 @@ from prove.judge.table import WARNING, WRONG, ReportRow, not_seen, right, warnin
 NAME = "order of an epoch"
 
 
-class Says(Reason):
+class Sentence(Reason):
     NO_SECOND_EPOCH = (
         "there was no second epoch over the loader at {at}",
         "let the script train for two epochs or more in this proof",
@@ -38,26 +38,26 @@ def judge(context: CheckContext) -> list[ReportRow]:
         if ranks_passes[0].dataset_number == first[0].dataset_number
     ]
     if not later:
-        return [not_seen(NAME, Says.NO_SECOND_EPOCH, at=first[0].source_line)]
+        return [not_seen(NAME, Sentence.NO_SECOND_EPOCH, at=first[0].source_line)]
     epochs = list(zip(first, later[0], strict=True))  # the first two epochs of each rank
     by_index = all(loader_pass.samples_file for loader_pass in (*first, *later[0]))
     if by_index and any(one.indices != two.indices for one, two in epochs):
-        return [right(NAME, Says.ORDER_CHANGES)]
+        return [right(NAME, Sentence.ORDER_CHANGES)]
     loader_pass = first[0]
     if any(one.checksums != two.checksums for one, two in epochs):
         if not by_index:
-            return [right(NAME, Says.ORDER_CHANGES)]
+            return [right(NAME, Sentence.ORDER_CHANGES)]
         if not any(loader_pass.drew) and not loader_pass.workers:
-            return [right(NAME, Says.DATA_CHANGES)]
+            return [right(NAME, Sentence.DATA_CHANGES)]
     loader = {"at": loader_pass.source_line, "sampler": loader_pass.sampler}
     asked = loader_pass.sampler == "DistributedSampler" and loader_pass.shuffle
     if asked or loader_pass.sampler == "RandomSampler":
-        return [wrong(NAME, Says.EPOCH_NOT_SET, **loader)]
+        return [wrong(NAME, Sentence.EPOCH_NOT_SET, **loader)]
     if loader_pass.shuffle is False or (
         by_index and loader_pass.indices == sorted(loader_pass.indices)
     ):
-        return [right(NAME, Says.ORDER_FIXED)]
-    return [warning(NAME, Says.ORDER_REPEATS, **loader)]
+        return [right(NAME, Sentence.ORDER_FIXED)]
+    return [warning(NAME, Sentence.ORDER_REPEATS, **loader)]
 
 
 PLANTED = (
@@ -80,4 +80,4 @@ PLANTED = (
         ("        dataset.epoch = epoch\n", ""),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ALL_RECORDS, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ALL_RECORDS, planted=PLANTED)

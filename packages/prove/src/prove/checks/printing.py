@@ -10,7 +10,7 @@ from prove.rank_record import RankRecord
 NAME = "printing"
 
 
-class Says(Reason):
+class Sentence(Reason):
     PRINTED_BY_ALL = (
         "all ranks print {lines}",
         "if dist.get_rank() == 0; meant so only if each rank reports on itself",
@@ -28,7 +28,7 @@ def judge(context: CheckContext) -> list[ReportRow]:
     lines = [
         phrase('"{text}" ({at})', text=text[:50], at=at) for at, text in sorted(places.items())
     ]
-    return [warning(NAME, Says.PRINTED_BY_ALL, lines=lines)]
+    return [warning(NAME, Sentence.PRINTED_BY_ALL, lines=lines)]
 
 
 def lines_of(rank: RankRecord) -> list[tuple[str, str]]:
@@ -43,4 +43,4 @@ PLANTED = (
         ("        if rank == 0:\n", "        if rank >= 0:\n"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ANY_RUN, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ANY_RUN, planted=PLANTED)

@@ -43,7 +43,7 @@ OWN_DRAWS = (
 TOLD_APART = "prove it with samples that differ, or with a data set that is read by index"
 
 
-class Says(Reason):
+class Sentence(Reason):
     NO_INPUTS = (
         "no step in a pass over a DataLoader, nor a call of a model with tensors",
         "let it make steps on batches of a DataLoader, or on what model(x) gets",
@@ -166,14 +166,14 @@ def row_of_inputs(records: list[RankRecord]) -> ReportRow:
     """Judge the inputs of the model, if there is no DataLoader: do they differ by rank?"""
     inputs = [[call.checksum for call in rank.model_calls] for rank in records]
     if not all(inputs) or not records[0].step_count:
-        return not_seen(NAME, Says.NO_INPUTS)
+        return not_seen(NAME, Sentence.NO_INPUTS)
     if any(of_rank != inputs[0] for of_rank in inputs):
-        return right(NAME, Says.DIFFERENT_INPUTS)
+        return right(NAME, Sentence.DIFFERENT_INPUTS)
     if len({*inputs[0]}) < 2:
-        return not_seen(NAME, Says.ONE_INPUT)
+        return not_seen(NAME, Sentence.ONE_INPUT)
     if compute_the_same(records, []):
-        return wrong(NAME, Says.SAME_INPUTS, calls=len(inputs[0]))
-    return warning(NAME, Says.SAME_INPUTS_OTHER_GRADIENTS, calls=len(inputs[0]))
+        return wrong(NAME, Sentence.SAME_INPUTS, calls=len(inputs[0]))
+    return warning(NAME, Sentence.SAME_INPUTS_OTHER_GRADIENTS, calls=len(inputs[0]))
 
 
 def row_of_data_set(records: list[RankRecord], epochs: list[list[LoaderPass]]) -> ReportRow:
@@ -181,7 +181,7 @@ def row_of_data_set(records: list[RankRecord], epochs: list[list[LoaderPass]]) -
     if not compared_by_index(passes):
         return row_by_content(records, epochs, are_split)
     if are_split:
-        return right(NAME, Says.ROWS_SPLIT, at=passes[0].source_line, sampler=passes[0].sampler)
+        return right(NAME, Sentence.ROWS_SPLIT, at=passes[0].source_line, sampler=passes[0].sampler)
     by_epoch = [
         row_by_index(records, ranks_passes, number)
         for number, ranks_passes in enumerate(epochs, start=1)
@@ -202,8 +202,8 @@ def row_by_index(records: list[RankRecord], passes: list[LoaderPass], number: in
         # Different draws while loading are augmentation; different draws in a step may be intended.
         is_augmented = not same_on_all_ranks(passes, "checksums")
         if is_augmented or compute_the_same(records, passes):
-            return wrong(NAME, Says.SAME_SAMPLES, **loader)
-        return warning(NAME, Says.SAME_SAMPLES_OTHER_GRADIENTS, **loader)
+            return wrong(NAME, Sentence.SAME_SAMPLES, **loader)
+        return warning(NAME, Sentence.SAME_SAMPLES_OTHER_GRADIENTS, **loader)
     drawn = [{*loader_pass.indices} for loader_pass in passes]
     together, size = len(set().union(*drawn)), sample_count(passes)
     twice, lost = sum(map(len, drawn)) - together, size - together
@@ -211,20 +211,20 @@ def row_by_index(records: list[RankRecord], passes: list[LoaderPass], number: in
     if len(parts) == world_size and len(drawn[0] & drawn[1]) > 1:
         own = len(parts[0])
         if missing := own - len(set.intersection(*parts)):
-            return wrong(NAME, Says.SUBSETS_DIFFER, own=own, missing=missing, **loader)
+            return wrong(NAME, Sentence.SUBSETS_DIFFER, own=own, missing=missing, **loader)
     if any(map(draws_with_replacement, passes)):
-        return right(NAME, Says.WITH_REPLACEMENT, sampler=first.sampler)
+        return right(NAME, Sentence.WITH_REPLACEMENT, sampler=first.sampler)
     padding = world_size * (1 + max(first.sizes))
     facts = {"together": together, "size": size, "twice": twice, "lost": lost, **loader}
     if twice <= padding and lost > 2 * padding:
-        return warning(NAME, Says.SAMPLES_LEFT_OUT, **facts)
+        return warning(NAME, Sentence.SAMPLES_LEFT_OUT, **facts)
     if twice <= padding:
-        return right(NAME, Says.SAMPLES_SPLIT, counts=[*map(len, drawn)], **facts)
+        return right(NAME, Sentence.SAMPLES_SPLIT, counts=[*map(len, drawn)], **facts)
     if min(map(len, drawn)) >= NEARLY_ALL * size:
-        return warning(NAME, Says.ALL_SAMPLES_EACH, world_size=world_size, **facts)
+        return warning(NAME, Sentence.ALL_SAMPLES_EACH, world_size=world_size, **facts)
     if first.sampler == "DistributedSampler":
-        return wrong(NAME, Says.SAMPLERS_DISAGREE, **facts)
-    return warning(NAME, Says.SAMPLES_OVERLAP, **facts)
+        return wrong(NAME, Sentence.SAMPLERS_DISAGREE, **facts)
+    return warning(NAME, Sentence.SAMPLES_OVERLAP, **facts)
 
 
 def draws_with_replacement(loader_pass: LoaderPass) -> bool:
@@ -243,11 +243,11 @@ def row_by_content(
     first, facts = passes[0], facts_by_content(passes)
     if draw_alike(passes) and not are_split:
         if not compute_the_same(records, passes):
-            return warning(NAME, Says.SAME_CONTENTS_OTHER_GRADIENTS, **facts)
-        reason = Says.SAME_STREAM if first.is_stream else Says.SAME_CONTENTS
+            return warning(NAME, Sentence.SAME_CONTENTS_OTHER_GRADIENTS, **facts)
+        reason = Sentence.SAME_STREAM if first.is_stream else Sentence.SAME_CONTENTS
         return wrong(NAME, reason, **facts)
     if not contents_tell(passes):
-        return not_seen(NAME, Says.CONTENTS_UNKNOWN, **facts)
+        return not_seen(NAME, Sentence.CONTENTS_UNKNOWN, **facts)
     share = max(
         share_in_common(ranks_passes[0].checksums, other.checksums)
         for ranks_passes in epochs
@@ -258,11 +258,11 @@ def row_by_content(
         says = wrong if is_same and not are_split else warning
         has_ended = all(own.ended for own in passes)
         reason = reason_of_shared_stream(share, has_ended)
-        reason = reason if first.is_stream else Says.PARTS_SHARED
+        reason = reason if first.is_stream else Sentence.PARTS_SHARED
         return says(NAME, reason, share=share, **facts)
     if have_the_same_labels(passes):
-        return warning(NAME, Says.SAME_LABELS, **facts)
-    return right(NAME, Says.CONTENTS_SPLIT, share=share, **facts)
+        return warning(NAME, Sentence.SAME_LABELS, **facts)
+    return right(NAME, Sentence.CONTENTS_SPLIT, share=share, **facts)
 
 
 def facts_by_content(passes: list[LoaderPass]) -> dict[str, Any]:
@@ -312,15 +312,15 @@ def have_the_same_labels(passes: list[LoaderPass]) -> bool:
     return bool(labels) and by_chance ** len(labels) < BY_CHANCE
 
 
-def reason_of_shared_stream(share: float, has_ended: bool) -> Says:
+def reason_of_shared_stream(share: float, has_ended: bool) -> Sentence:
     """Choose the reason why ranks share samples of a stream.
 
     Nearly equal first samples mean that the stream is not split at all. If it has ended on all
     ranks, each rank splits it in a different order.
     """
     if share > NEARLY_ALL:
-        return Says.STREAM_NOT_SPLIT
-    return Says.STREAM_SPLIT_DIFFERENTLY if has_ended else Says.CONTENTS_SHARED
+        return Sentence.STREAM_NOT_SPLIT
+    return Sentence.STREAM_SPLIT_DIFFERENTLY if has_ended else Sentence.CONTENTS_SHARED
 
 
 def share_in_common(checksums: list[int], others: list[int]) -> float:
@@ -386,4 +386,4 @@ PLANTED = (
         ),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ALL_RECORDS, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ALL_RECORDS, planted=PLANTED)

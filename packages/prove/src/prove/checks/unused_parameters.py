@@ -15,7 +15,7 @@ NAME = "unused parameters"
 REDUCTION_STOPPED = re.compile("Expected to have finished reduction in the prior iteration")
 
 
-class Says(Reason):
+class Sentence(Reason):
     REDUCTION_UNFINISHED = (
         "on rank {ranks}, some parameters got no gradient in the step before{names}, so DDP stops "
         "it after {steps:n step} ({at})",
@@ -48,13 +48,15 @@ def judge_end(context: CheckContext) -> list[ReportRow]:
         "at": error.source_line,
         "names": phrase(" ({names})", names=unused) if unused else phrase(""),
     }  # fmt: skip
-    return [wrong(NAME, Says.REDUCTION_UNFINISHED, **facts)]
+    return [wrong(NAME, Sentence.REDUCTION_UNFINISHED, **facts)]
 
 
 def rows_of(ddp: DDPRecord) -> list[ReportRow]:
     """Report parameters without a gradient in any step; optimizer.py calls it per DDP model."""
     unused = [name for name in ddp.without_gradient if name not in ddp.in_no_optimizer]
-    return [warning(NAME, Says.PARAMETERS_UNUSED, names=unused)] if unused and ddp.forwards else []
+    return (
+        [warning(NAME, Sentence.PARAMETERS_UNUSED, names=unused)] if unused and ddp.forwards else []
+    )
 
 
 def judge_steps(context: CheckContext) -> list[ReportRow]:
@@ -72,7 +74,7 @@ def judge_steps(context: CheckContext) -> list[ReportRow]:
                 "ranks": [rank for rank, has_none in enumerate(mixed) if not has_none],
                 "step": step.step_number, "at": step.source_line,
             }  # fmt: skip
-            return [warning(NAME, Says.PARAMETERS_OF_SOME, **facts)]
+            return [warning(NAME, Sentence.PARAMETERS_OF_SOME, **facts)]
     return []
 
 
@@ -86,11 +88,10 @@ PLANTED = (
         ),
     ),
 )  # fmt: skip
-STOPPED = Check(NAME, Says, judge_end, Phase.ANY_RUN, planted=PLANTED)
+STOPPED = Check(NAME, judge_end, Phase.ANY_RUN, planted=PLANTED)
 USED_BY_SOME = Check(
     NAME,
-    Says,
     judge_steps,
     Phase.ONE_MODEL,
-    moot_if_proven=frozenset({Says.PARAMETERS_OF_SOME}),
+    moot_if_proven=frozenset({Sentence.PARAMETERS_OF_SOME}),
 )

@@ -20,7 +20,7 @@ WAS_FROZEN = "frozen when DDP was made ({wrapped_at}), so DDP does not average i
 WRAP_AGAIN = "wrap the model in DDP again after unfreezing"
 
 
-class Says(Reason):
+class Sentence(Reason):
     MODEL_IS_DIVIDED = (
         "the ranks hold different parts of the model, or work in groups",
         "prove it without model-parallel layers and groups; or let the row one rank decide",
@@ -48,7 +48,7 @@ def judge(context: CheckContext) -> list[ReportRow]:
     if len(context.records) == 1 or context.rows_of(zero_gradients.CHECK):
         return []
     if context.model_is_divided():
-        return [not_seen(NAME, Says.MODEL_IS_DIVIDED)]
+        return [not_seen(NAME, Sentence.MODEL_IS_DIVIDED)]
     if not context.steps:
         return []
     weights = [
@@ -58,7 +58,7 @@ def judge(context: CheckContext) -> list[ReportRow]:
     ]
     differing = [each for each in weights if each.differs_at]
     if not differing:
-        return [right(NAME, Says.WEIGHTS_ALIKE, steps=len(context.steps))]
+        return [right(NAME, Sentence.WEIGHTS_ALIKE, steps=len(context.steps))]
     for_good = [each for each in differing if not each.agrees_later]
     shown = for_good or differing
     first = min(each.differs_at[0] for each in shown)
@@ -70,13 +70,13 @@ def judge(context: CheckContext) -> list[ReportRow]:
         "when": after if first else phrase("before the first step"),
     }  # fmt: skip
     if not for_good:
-        return [warning(NAME, Says.WEIGHTS_AVERAGED_LATER, **facts)]
+        return [warning(NAME, Sentence.WEIGHTS_AVERAGED_LATER, **facts)]
     if all(each.unfrozen for each in shown):
-        return [wrong(NAME, Says.WEIGHTS_UNFROZEN, wrapped_at=shown[0].unfrozen, **facts)]
+        return [wrong(NAME, Sentence.WEIGHTS_UNFROZEN, wrapped_at=shown[0].unfrozen, **facts)]
     outside = [each.name for each in shown if not each.in_ddp]
     if outside and any(each.in_ddp for each in weights):
-        return [wrong(NAME, Says.WEIGHTS_OUTSIDE_DDP, outside=outside, **facts)]
-    return [wrong(NAME, Says.WEIGHTS_DIFFER, **facts)]
+        return [wrong(NAME, Sentence.WEIGHTS_OUTSIDE_DDP, outside=outside, **facts)]
+    return [wrong(NAME, Sentence.WEIGHTS_DIFFER, **facts)]
 
 
 class HeldWeights(NamedTuple):
@@ -199,4 +199,4 @@ PLANTED = (
         ),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.STEPS, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.STEPS, planted=PLANTED)

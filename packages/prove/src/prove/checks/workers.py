@@ -9,7 +9,7 @@ from prove.judge.table import WRONG, ReportRow, wrong
 NAME = "workers"
 
 
-class Says(Reason):
+class Sentence(Reason):
     WORKERS_ALIKE = (
         f"each of the {{workers}} workers of a rank yields the same samples ({LOADER})",
         SHARD_STREAM,
@@ -25,7 +25,7 @@ def judge(context: CheckContext) -> list[ReportRow]:
         are_alike = all(batch == of_workers[0] for batch in of_workers)
         if first.is_stream and len(of_workers) > 1 and are_alike:
             facts = facts_by_content(passes)
-            rows.append(wrong(NAME, Says.WORKERS_ALIKE, workers=first.workers, **facts))
+            rows.append(wrong(NAME, Sentence.WORKERS_ALIKE, workers=first.workers, **facts))
     return rows
 
 
@@ -37,4 +37,4 @@ PLANTED = (
         (" + (worker.id if worker else 0)", ""),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ALL_RECORDS, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ALL_RECORDS, planted=PLANTED)

@@ -10,7 +10,7 @@ from prove.judge.table import WRONG, ReportRow, wrong
 NAME = "zero_grad"
 
 
-class Says(Reason):
+class Sentence(Reason):
     GRADIENTS_KEPT = (
         "at {steps} steps, p.grad still held the gradient of the step before ({at})",
         "optimizer.zero_grad() in each step",
@@ -26,7 +26,7 @@ def judge(context: CheckContext) -> list[ReportRow]:
     return [
         wrong(
             NAME,
-            Says.GRADIENTS_KEPT,
+            Sentence.GRADIENTS_KEPT,
             steps=len(kept),
             step=kept[0].step_number,
             at=kept[0].source_line,
@@ -40,4 +40,4 @@ PLANTED = (
         ("            optimizer.zero_grad()\n", ""),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.ONE_MODEL, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.ONE_MODEL, planted=PLANTED)

@@ -8,7 +8,7 @@ from prove.judge.table import WRONG, ReportRow, wrong
 NAME = "zero gradients"
 
 
-class Says(Reason):
+class Sentence(Reason):
     ZERO_GRADIENTS = (
         "all gradients are exactly zero in all steps ({at})",
         "the loss does not depend on the weights: is it a cross-entropy over one class?",
@@ -21,7 +21,7 @@ def judge(context: CheckContext) -> list[ReportRow]:
     norms = [gradient[1] for step in steps for gradient in step.gradients if gradient]
     if not norms or any(norm != 0 for norm in norms):  # NaN counts as nonzero
         return []
-    return [wrong(NAME, Says.ZERO_GRADIENTS, at=steps[0].source_line)]
+    return [wrong(NAME, Sentence.ZERO_GRADIENTS, at=steps[0].source_line)]
 
 
 PLANTED = (
@@ -30,4 +30,4 @@ PLANTED = (
         (LOSS, "F.cross_entropy(ddp(points)[:, :1], torch.zeros_like(labels))"),
     ),
 )  # fmt: skip
-CHECK = Check(NAME, Says, judge, Phase.STEPS, planted=PLANTED)
+CHECK = Check(NAME, judge, Phase.STEPS, planted=PLANTED)

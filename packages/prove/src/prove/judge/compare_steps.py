@@ -1,38 +1,39 @@
 """Does one rank compute what all ranks compute? This is the proof; all other rows explain it.
 
-The gradients of all steps are compared, and the weights after the last one.
+The gradients of all steps are compared, and the weights after the last one. If they differ,
+explain_difference.py finds words for it.
 """
 
-from dataclasses import dataclass, field
-from enum import Enum
 from itertools import takewhile
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from prove.comparable import precision
 from prove.judge.distances import (
     are_finite,
     distance,
-    factor_between,
-    factor_in_words,
     factor_of_moments,
     has_gradient,
-    is_multiple,
     name_of_largest_error,
     relative_error_by_step,
-    relative_error_of,
     relative_error_of_projections,
     weights_are_finite,
     weights_differ,
 )
-from prove.judge.first_difference import first_difference, source_line_of_loss
+from prove.judge.explain_difference import (
+    advice_against_rounding,
+    factor_in_words,
+    first_difference,
+    row_of_later_gradient,
+    row_of_other_gradient,
+    source_line_of_loss,
+)
 from prove.judge.rank_steps import MAX_SPREAD_OF_MEAN, differ
-from prove.judge.reasons import Phrase, Reason
+from prove.judge.reasons import Phrase
 from prove.judge.replay import Precision, Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.table import NOT_SEEN, RIGHT, WARNING, WRONG, ReplayCheck, ReportRow
+from prove.judge.table import ReportRow, not_seen, right, warning, wrong
 from prove.judge.wording import phrase
 from prove.rank_record import Flag, OptimizerRecord, OptimizerStep, Projection
 
@@ -48,40 +49,11 @@ MAX_HIDDEN_FACTOR_ERROR = 1e-2  # relative to it: so much of a factor Adam's eps
 OF_OTHER_PARAMETERS = (ReplayReason.OTHER_SHAPE, ReplayReason.OTHER_PARAMETERS)
 
 
-class Outcome(Enum):
-    """The result of a comparison, from the worst to the best."""
-
-    DIFFERENT = "different"
-    MEANT_SO = "different, as may be meant"
-    NOT_COMPARED = "not compared"
-    TOO_CLOSE = "too close to tell"
-    EQUAL = "equal"
-
-
-VERDICTS = {Outcome.DIFFERENT: WRONG, Outcome.MEANT_SO: WARNING, Outcome.EQUAL: RIGHT}
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The result for one optimizer, on all ranks and on one; `facts` holds the numbers."""
-
-    outcome: Outcome
-    reason: Reason
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    def row(self, check: ReplayCheck) -> ReportRow:
-        return ReportRow(VERDICTS.get(self.outcome, NOT_SEEN), check, self.reason, self.facts)
-
-
-def not_compared(reason: Reason, **facts: Any) -> Comparison:
-    return Comparison(Outcome.NOT_COMPARED, reason, facts)
-
-
 class Comparer:
     """Compares the steps of one optimizer on all ranks with those on one rank."""
 
     def __init__(self, replay: Replay, optimizer_index: int) -> None:
-        self.replay, self.optimizer_index = replay, optimizer_index
+        self.replay, self.optimizer_index, self.check = replay, optimizer_index, replay.check
         self.optimizer: OptimizerRecord = replay.rank_0_record.optimizers[optimizer_index]
         self.gradients = replay.gradients(optimizer_index)
         self.steps = self.comparable_steps()
@@ -108,23 +80,20 @@ class Comparer:
 
         Between `limit` and this value, rounding and a mistake cannot be told apart.
         """
-        return FLOAT64_WRONG if self.limit == FLOAT64_LIMIT else 5 * self.limit
+        return FLOAT64_WRONG if self.in_float64 else 5 * self.limit
+
+    @property
+    def in_float64(self) -> bool:
+        """Did the whole step compute and send in float64?"""
+        return self.limit == FLOAT64_LIMIT
 
     @property
     def advice(self) -> dict[str, Any]:
-        """Advise how to run the script so that rounding can be told from a mistake."""
-        run_in, in_float64 = self.replay.precision, self.limit == FLOAT64_LIMIT
-        if run_in == Precision.FLOAT64:
-            return phrase(Phrase.ALLOW_FLOAT32 if in_float64 else Phrase.SEND_IN_FLOAT64)
-        if in_float64:
-            return phrase(Phrase.COMPUTE_IN_FLOAT64)
-        is_asked = run_in == Precision.AS_ASKED
-        return phrase(Phrase.LEAVE_OUT_FLOAT32 if is_asked else Phrase.KEPT_IN_FLOAT32)
+        return advice_against_rounding(self.replay.precision, self.in_float64)
 
-    def too_close(self, facts: dict[str, Any]) -> Comparison:
-        in_float64 = self.limit == FLOAT64_LIMIT
-        reason = ReplayReason.TOO_CLOSE if in_float64 else ReplayReason.TOO_CLOSE_IN_FLOAT32
-        return Comparison(Outcome.TOO_CLOSE, reason, facts | {"advice": self.advice})
+    def too_close(self, facts: dict[str, Any]) -> ReportRow:
+        reason = ReplayReason.TOO_CLOSE if self.in_float64 else ReplayReason.TOO_CLOSE_IN_FLOAT32
+        return not_seen(self.check, reason, **facts, advice=self.advice)
 
     @property
     def source_line(self) -> str:
@@ -146,7 +115,7 @@ class Comparer:
             steps.append((ranks_step, one_step))
         return steps
 
-    def compare(self) -> Comparison:
+    def compare(self) -> ReportRow:
         if obstacle := self.why_not_compared():
             return obstacle
         ranks_gradient = torch.cat([pair.ranks_gradient for pair in self.gradients])
@@ -158,11 +127,9 @@ class Comparer:
             return self.compare_by_weights(relative_error)
         if relative_error <= self.limit:
             return self.compare_weights(relative_error)
-        return self.compare_by_gradient(relative_error, ranks_gradient, one_gradient)
+        return self.compare_by_gradient(relative_error)
 
-    def compare_by_gradient(
-        self, relative_error: float, ranks_gradient: Tensor, one_gradient: Tensor
-    ) -> Comparison:
+    def compare_by_gradient(self, relative_error: float) -> ReportRow:
         at = source_line_of_loss(self.replay) or self.source_line
         facts = {
             "apart": relative_error,
@@ -172,7 +139,9 @@ class Comparer:
         }
         if relative_error <= self.wrong_from:
             return self.too_close(facts)
-        return self.cause_of_other_gradient(ranks_gradient, one_gradient, facts)
+        return row_of_other_gradient(
+            self.replay, self.optimizer, self.gradients, max(self.limit, 1e-6), facts
+        )
 
     @property
     def averages_later(self) -> bool:
@@ -194,7 +163,7 @@ class Comparer:
             and not any(map(weights_differ, befores))
         )
 
-    def compare_by_weights(self, relative_error: float) -> Comparison:
+    def compare_by_weights(self, relative_error: float) -> ReportRow:
         """Compare the weights that the first steps leave behind for the next ones."""
         inside = any(
             step.exchanges_inside for step in self.replay.own_steps(self.optimizer_index)[0]
@@ -214,19 +183,19 @@ class Comparer:
             "at": self.source_line,
         }
         if len(error_by_step) < MIN_STEPS:
-            return not_compared(ReplayReason.TOO_FEW_STEPS, **facts)
+            return not_seen(self.check, ReplayReason.TOO_FEW_STEPS, **facts)
         first = max(list(error_by_step.values())[:FIRST_STEPS])
         factor = factor_of_moments(self.steps[0]) if first <= MAX_HIDDEN_FACTOR_ERROR else None
         if factor is not None:
             facts |= {"factor": factor, "times": factor_in_words(factor, len(self.replay.records))}
             facts["weights_apart"] = first
-            return Comparison(Outcome.MEANT_SO, ReplayReason.HIDDEN_FACTOR, facts)
+            return warning(self.check, ReplayReason.HIDDEN_FACTOR, **facts)
         step = next(
             (n for n, value in error_by_step.items() if value > self.wrong_from), max(error_by_step)
         )
         facts |= {"weights_apart": max(error_by_step.values()), "step": step}
         if facts["weights_apart"] <= max(MAX_WEIGHT_ERROR, self.limit):
-            return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_AFTER_STEP, facts)
+            return right(self.check, ReplayReason.EQUAL_AFTER_STEP, **facts)
         if facts["weights_apart"] <= self.wrong_from:
             return self.too_close(facts | {"apart": facts["weights_apart"]})
         facts |= {
@@ -234,9 +203,9 @@ class Comparer:
             "most_in": name_of_largest_error(self.optimizer.names, *states[step]),
         }
         facts["epoch"] = self.steps[step - 1][0].epoch
-        reason = ReplayReason.STEP_DIFFERS if inside else ReplayReason.AVERAGED_WEIGHTS_DIFFER
-        outcome = Outcome.DIFFERENT if inside else Outcome.MEANT_SO
-        return Comparison(outcome, reason, facts)
+        if inside:
+            return wrong(self.check, ReplayReason.STEP_DIFFERS, **facts)
+        return warning(self.check, ReplayReason.AVERAGED_WEIGHTS_DIFFER, **facts)
 
     def states_after_last_step(self) -> list[tuple[list[Projection], ...]]:
         """Return the weights that the script left after the last step; empty if they are unknown.
@@ -276,7 +245,7 @@ class Comparer:
             for own, *gradients in zip(weights, *of_steps, strict=True)
         ]
 
-    def why_not_compared(self) -> Comparison | None:
+    def why_not_compared(self) -> ReportRow | None:
         """Say why the two runs cannot be compared; return None if they can."""
         replay, other_shapes = self.replay, self.replay.one_rank_record.other_shapes
         names = self.optimizer.names
@@ -285,103 +254,67 @@ class Comparer:
         ):
             for parameter, ranks_have, one_has in other_shapes.get(self.optimizer_index, [])[:1]:
                 name = names[parameter]
-                return not_compared(
-                    ReplayReason.OTHER_SHAPE, name=name, of_ranks=ranks_have, of_one=one_has
+                return not_seen(
+                    self.check,
+                    ReplayReason.OTHER_SHAPE,
+                    name=name,
+                    of_ranks=ranks_have,
+                    of_one=one_has,
                 )
-            return not_compared(ReplayReason.OTHER_PARAMETERS)
+            return not_seen(self.check, ReplayReason.OTHER_PARAMETERS)
         if kinds := replay.rank_0_record.not_comparable or replay.one_rank_record.not_comparable:
-            return not_compared(ReplayReason.TENSOR_KIND, kinds=kinds, at=self.source_line)
+            return not_seen(self.check, ReplayReason.TENSOR_KIND, kinds=kinds, at=self.source_line)
         if not self.gradients:
-            return not_compared(ReplayReason.NO_GRADIENTS)
+            return not_seen(self.check, ReplayReason.NO_GRADIENTS)
         if Flag.BATCHNORM_ROWS_UNKNOWN in replay.one_rank_record.flags:
-            return not_compared(ReplayReason.BATCHNORM_ROWS)
+            return not_seen(self.check, ReplayReason.BATCHNORM_ROWS)
         if max(map(precision, self.dtypes)) > COARSEST:
             kinds = sorted(map(str, self.dtypes))
-            return not_compared(ReplayReason.TENSOR_KIND, kinds=kinds, at=self.source_line)
+            return not_seen(self.check, ReplayReason.TENSOR_KIND, kinds=kinds, at=self.source_line)
         if self.dtypes != {pair.dtypes[1] for pair in self.gradients}:
             one_has = sorted({str(pair.dtypes[1]) for pair in self.gradients})
             ranks_have = sorted(map(str, self.dtypes))
             is_wider = replay.precision == Precision.FLOAT64
             advice = phrase(Phrase.TRY_FLOAT32 if is_wider else Phrase.OWN_DTYPE)
-            return not_compared(
-                ReplayReason.OTHER_DTYPES, of_ranks=ranks_have, of_one=one_has, advice=advice
+            return not_seen(
+                self.check,
+                ReplayReason.OTHER_DTYPES,
+                of_ranks=ranks_have,
+                of_one=one_has,
+                advice=advice,
             )
         both = [
             tensor for pair in self.gradients for tensor in (pair.ranks_gradient, pair.one_gradient)
         ]
         if not all(bool(tensor.isfinite().all()) for tensor in both):
-            return not_compared(ReplayReason.NOT_FINITE, step=1, at=self.source_line)
+            return not_seen(self.check, ReplayReason.NOT_FINITE, step=1, at=self.source_line)
         length = max(float(tensor.norm()) for tensor in both)
         later = any(has_gradient(step) for pair in self.steps for step in pair)
         if length == 0 and not later:
-            return not_compared(ReplayReason.NOTHING_TO_COMPARE)
+            return not_seen(self.check, ReplayReason.NOTHING_TO_COMPARE)
         if 0 < length < SMALLEST_LENGTH:
-            return not_compared(ReplayReason.TOO_SHORT, length=length, at=self.source_line)
+            return not_seen(self.check, ReplayReason.TOO_SHORT, length=length, at=self.source_line)
         return None
 
-    def cause_of_other_gradient(
-        self, ranks_gradient: Tensor, one_gradient: Tensor, facts: dict[str, Any]
-    ) -> Comparison:
-        """Explain a gradient that differs: in which parameters, and is it one factor?"""
-        known = [
-            pair for pair in self.gradients if pair.one_gradient.norm() > 1e-9 * one_gradient.norm()
-        ]
-        factors = [factor_between(pair) for pair in known]
-        names = self.optimizer.names
-        farthest = max(self.gradients, key=relative_error_of)
-        facts = facts | {
-            "most_in": names[farthest.parameter],
-            "shares": {names[pair.parameter]: relative_error_of(pair) for pair in self.gradients},
-        }
-        if known:
-            factor = sorted(factors)[len(factors) // 2]
-            limit = max(self.limit, 1e-6)
-            agreeing = [pair for pair in known if is_multiple(pair, factor, limit)]
-            many = len(agreeing) > len(known) // 2
-            if many and abs(factor - 1) > 1e-4:
-                times = factor_in_words(factor, len(self.replay.records))
-                facts |= {"factor": factor, "times": times}
-                facts |= {"agreeing": len(agreeing), "parameters": len(known)}
-                is_all = len(agreeing) == len(known)
-                is_one_nth = abs(factor * len(self.replay.records) - 1) < 1e-3
-                reduced_at = self.replay.rank_0_record.flags.get(Flag.REDUCES_WITHOUT_BACKWARD)
-                if is_all and is_one_nth and reduced_at:
-                    facts |= {"reduced_at": reduced_at}
-                    return Comparison(Outcome.DIFFERENT, ReplayReason.ONE_NTH_OF_A_SUM, facts)
-                if is_all and is_one_nth:
-                    return Comparison(Outcome.DIFFERENT, ReplayReason.ONE_NTH, facts)
-                reason = ReplayReason.FACTOR if is_all else ReplayReason.FACTOR_IN_SOME
-                return Comparison(Outcome.DIFFERENT, reason, facts)
-        return Comparison(Outcome.DIFFERENT, self.reason_of_difference(), facts)
-
-    def reason_of_difference(self) -> Reason:
-        if self.optimizer.compares_changes:
-            return ReplayReason.CHANGE_DIFFERS
-        gathers = [call for call in self.replay.rank_0_record.collectives if "gather" in call.name]
-        if any(not call.library and not call.name.endswith("object") for call in gathers):
-            return ReplayReason.GRADIENT_DIFFERS_GATHER
-        return ReplayReason.GRADIENT_DIFFERS
-
-    def compare_weights(self, relative_error: float) -> Comparison:
+    def compare_weights(self, relative_error: float) -> ReportRow:
         """Compare the weights after the last step with those of one rank."""
         facts = {"apart": relative_error, "at": self.source_line, "limit": self.limit}
         if not self.steps:
-            return Comparison(Outcome.EQUAL, ReplayReason.FIRST_GRADIENT_EQUAL, facts)
+            return right(self.check, ReplayReason.FIRST_GRADIENT_EQUAL, **facts)
         steps = list(takewhile(weights_are_finite, self.steps))
         if not steps:
-            return not_compared(ReplayReason.NOT_FINITE, **facts, step=1)
-        if self.limit > FLOAT64_LIMIT:
-            afters = [[self.without_rounding(own.weights_after) for own in pair] for pair in steps]
-        else:
-            afters = [[own.weights_after for own in pair] for pair in steps]
+            return not_seen(self.check, ReplayReason.NOT_FINITE, **facts, step=1)
+        afters = [[own.weights_after for own in pair] for pair in steps]
+        if not self.in_float64:
+            afters = [[*map(self.without_rounding, pair)] for pair in afters]
         change = distance(steps[-1][0].weights_after, steps[0][0].weights_before) or 1.0
         weight_errors = [distance(*after) / change for after in afters]
         facts |= {"steps": len(steps), "weights_apart": weight_errors[-1]}
         # A rounding error grows from step to step, and Adam divides by small gradients.
-        if self.limit > FLOAT64_LIMIT:
+        if not self.in_float64:
             return self.compare_less_precisely(steps, weight_errors[-1], facts)
         if weight_errors[-1] <= MAX_WEIGHT_ERROR:
-            return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_TO_ONE, facts)
+            return right(self.check, ReplayReason.EQUAL_TO_ONE, **facts)
         return self.cause_of_other_weights(steps, weight_errors, facts)
 
     def compare_less_precisely(
@@ -389,53 +322,38 @@ class Comparer:
         steps: list[tuple[OptimizerStep, OptimizerStep]],
         relative_error: float,
         facts: dict[str, Any],
-    ) -> Comparison:
+    ) -> ReportRow:
         """Compare later steps: a jump between two steps is a mistake, slow growth is rounding."""
         before = 0.0
         for n, (ranks_step, one_step) in enumerate(steps, start=1):
             gradient_error = relative_error_of_projections(ranks_step.gradients, one_step.gradients)
             if gradient_error > max(self.wrong_from, 30 * before):
-                facts |= {"step": n, "apart": gradient_error, "epoch": ranks_step.epoch}
-                return self.other_later_gradient(facts, ranks_step, one_step)
+                facts |= {"apart": gradient_error}
+                return row_of_later_gradient(
+                    self.replay, self.optimizer, steps, n, self.wrong_from, facts
+                )
             before = max(before, gradient_error)
         if relative_error <= self.limit:
-            return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_LESS_PRECISE, facts)
-        facts |= {"advice": self.advice}
-        return Comparison(Outcome.TOO_CLOSE, ReplayReason.LITTLE_PRECISION, facts)
-
-    def other_later_gradient(
-        self, facts: dict[str, Any], ranks_step: OptimizerStep, one_step: OptimizerStep
-    ) -> Comparison:
-        batches = (ranks_step.epoch, ranks_step.batch), (one_step.epoch, one_step.batch)
-        if batches[0] == batches[1] or self.replay.is_of_original:
-            gradients = ranks_step.gradients, one_step.gradients
-            facts |= {"most_in": name_of_largest_error(self.optimizer.names, *gradients)}
-            before = distance(ranks_step.weights_before, one_step.weights_before)
-            change = distance(ranks_step.weights_after, self.steps[0][0].weights_before)
-            if before > self.wrong_from * change:
-                return Comparison(Outcome.DIFFERENT, ReplayReason.WEIGHTS_CHANGED_BETWEEN, facts)
-            facts |= {"at": source_line_of_loss(self.replay) or self.source_line}
-            return Comparison(Outcome.DIFFERENT, ReplayReason.LATER_GRADIENT_DIFFERS, facts)
-        facts |= {"batch": ranks_step.batch, "other": one_step.batch, "at": ranks_step.source_line}
-        return Comparison(Outcome.MEANT_SO, ReplayReason.OTHER_BATCH, facts)
+            return right(self.check, ReplayReason.EQUAL_LESS_PRECISE, **facts)
+        return not_seen(self.check, ReplayReason.LITTLE_PRECISION, **facts, advice=self.advice)
 
     def cause_of_other_weights(
         self,
         steps: list[tuple[OptimizerStep, OptimizerStep]],
         weight_errors: list[float],
         facts: dict[str, Any],
-    ) -> Comparison:
+    ) -> ReportRow:
         """Find why weights differ: a later gradient, magnified rounding, or a mistake."""
         gradient_errors = [
             relative_error_of_projections(ranks_step.gradients, one_step.gradients)
             for ranks_step, one_step in steps
         ]
-        for n, (gradient_error, (ranks_step, one_step)) in enumerate(
-            zip(gradient_errors, steps, strict=True), start=1
-        ):
+        for n, gradient_error in enumerate(gradient_errors, start=1):
             if gradient_error > FLOAT64_WRONG:
-                facts |= {"step": n, "apart": gradient_error, "epoch": steps[n - 1][0].epoch}
-                return self.other_later_gradient(facts, ranks_step, one_step)
+                facts |= {"apart": gradient_error}
+                return row_of_later_gradient(
+                    self.replay, self.optimizer, steps, n, FLOAT64_WRONG, facts
+                )
         adapts = any(optimizer.is_adaptive for optimizer in self.replay.rank_0_record.optimizers)
         begins_equal = weight_errors[0] <= MAX_WEIGHT_ERROR
         if adapts and begins_equal and not other_change_between(steps, weight_errors):
@@ -443,7 +361,7 @@ class Comparer:
             # from step to step, because the optimizer divides by that gradient. A mistake between
             # two steps would show in the gradient of the second.
             facts |= {"gradients_apart": max(gradient_errors), "first_apart": weight_errors[0]}
-            return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_BUT_ROUNDING, facts)
+            return right(self.check, ReplayReason.EQUAL_BUT_ROUNDING, **facts)
         if max(weight_errors) <= FLOAT64_WRONG:
             return self.too_close(facts | {"step": len(steps), "apart": max(weight_errors)})
         step = next(n for n, far in enumerate(weight_errors) if far > FLOAT64_WRONG)
@@ -451,7 +369,7 @@ class Comparer:
         most_in = name_of_largest_error(self.optimizer.names, *both)
         facts |= {"steps": step + 1, "weights_apart": weight_errors[step], "most_in": most_in}
         facts["epoch"] = steps[step][0].epoch
-        return Comparison(Outcome.DIFFERENT, ReplayReason.WEIGHTS_OF_ONE_DIFFER, facts)
+        return wrong(self.check, ReplayReason.WEIGHTS_OF_ONE_DIFFER, **facts)
 
 
 def other_change_between(
@@ -469,8 +387,8 @@ def other_change_between(
     )
 
 
-def comparisons(replay: Replay) -> list[Comparison]:
-    """One Comparison per optimizer that stepped."""
+def comparison_rows(replay: Replay) -> list[ReportRow]:
+    """Compare each optimizer that stepped, and return a row for each result."""
     optimizers = replay.rank_0_record.optimizers
     numbers = [n for n, optimizer in enumerate(optimizers) if optimizer.steps]
     compared = [Comparer(replay, optimizer_index).compare() for optimizer_index in numbers]
@@ -482,10 +400,9 @@ def comparisons(replay: Replay) -> list[Comparison]:
             if n in in_modules or each.reason not in OF_OTHER_PARAMETERS
         ]
     if all(each.reason in OF_OTHER_PARAMETERS for each in compared):
-        compared_outputs = compare_by_model(
-            replay, compared[0].facts.get("at", optimizers[numbers[0]].source_line)
-        )
-        compared = [compared_outputs] if compared_outputs else compared
+        at = compared[0].facts.get("at", optimizers[numbers[0]].source_line)
+        if row := compare_by_model(replay, at):
+            return [row]
     is_zero = [each.reason == ReplayReason.NOTHING_TO_COMPARE for each in compared]
     if all(is_zero):
         return compared[:1]
@@ -493,7 +410,7 @@ def comparisons(replay: Replay) -> list[Comparison]:
     return one_of_each([each for each, zero in pairs if not zero])
 
 
-def compare_by_model(replay: Replay, at: str) -> Comparison | None:
+def compare_by_model(replay: Replay, at: str) -> ReportRow | None:
     """Compare the weights of the whole model between batches; return None if that is not enough.
 
     This is needed where the optimizer of each rank holds only the parameters that the rank owns.
@@ -516,31 +433,27 @@ def compare_by_model(replay: Replay, at: str) -> Comparison | None:
         "at": at,
     }
     if relative_error <= MAX_WEIGHT_ERROR:
-        return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_AFTER_STEP, facts)
+        return right(replay.check, ReplayReason.EQUAL_AFTER_STEP, **facts)
     if relative_error <= MAX_HIDDEN_FACTOR_ERROR:
         return None
     step = next(n for n, value in error_by_step.items() if value > MAX_HIDDEN_FACTOR_ERROR)
     most_in = name_of_largest_error(keys, *states[step]).partition(": ")[2]
     facts |= {"step": step, "most_in": most_in, "weights_apart": error_by_step[step]}
-    return Comparison(Outcome.DIFFERENT, ReplayReason.STEP_DIFFERS, facts)
+    return wrong(replay.check, ReplayReason.STEP_DIFFERS, **facts)
 
 
-def one_of_each(compared: list[Comparison]) -> list[Comparison]:
-    """Of optimizers with one outcome, reason and line, keep the one with the largest error."""
-    groups: dict[tuple, list[Comparison]] = {}
-    for each in compared:
-        key = (each.outcome, each.reason, each.facts.get("at"), each.facts.get("times"))
+def one_of_each(rows: list[ReportRow]) -> list[ReportRow]:
+    """Of optimizers with one reason and line, keep the one with the largest error."""
+    groups: dict[tuple, list[ReportRow]] = {}
+    for each in rows:
+        key = (each.reason, each.facts.get("at"), each.facts.get("times"))
         groups.setdefault(key, []).append(each)
     return [max(group, key=relative_error_in) for group in groups.values()]
 
 
-def relative_error_in(compared: Comparison) -> float:
-    return float(compared.facts.get("apart", 0.0))
+def relative_error_in(row: ReportRow) -> float:
+    return float(row.facts.get("apart", 0.0))
 
 
-def worst(compared: list[Comparison]) -> Outcome:
-    return min((each.outcome for each in compared), key=list(Outcome).index)
-
-
-def largest_relative_error(compared: list[Comparison]) -> float:
-    return max(map(relative_error_in, compared), default=0.0)
+def largest_relative_error(rows: list[ReportRow]) -> float:
+    return max(map(relative_error_in, rows), default=0.0)

@@ -1,6 +1,6 @@
-"""How far are two gradients, weights or numbers apart, and is one a multiple of the other?
+"""How far apart are two lists of numbers, or of weights and gradients, known by their projections?
 
-Weights and later gradients are known only by their projections: see model_tensors.project.
+model_tensors.project makes these.
 """
 
 import math
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from prove.judge.rank_steps import differ
-from prove.judge.replay import Gradients
 from prove.rank_record import OptimizerStep, Projection
 
 Projections = Sequence[Projection | None]
@@ -48,12 +47,6 @@ def relative_error_of_projections(gradients: list, others: list) -> float:
     return distance([own for own, _ in known], [other for _, other in known]) / (length or 1.0)
 
 
-def relative_error_of(pair: Gradients) -> float:
-    return float(
-        (pair.ranks_gradient - pair.one_gradient).norm() / (pair.one_gradient.norm() + 1e-30)
-    )
-
-
 def numbers_differ(values: list[float], others: list[float], limit: float = 1e-6) -> bool:
     pairs = zip(values, others, strict=False)
     return any(abs(value - other) > limit * (abs(value) + abs(other)) for value, other in pairs)
@@ -77,15 +70,6 @@ def weights_differ(ranks_weights: list[list[Projection]]) -> bool:
     return any(differ(held) for held in zip(*ranks_weights, strict=False))
 
 
-def factor_between(pair: Gradients) -> float:
-    return float(pair.ranks_gradient @ pair.one_gradient / (pair.one_gradient @ pair.one_gradient))
-
-
-def is_multiple(pair: Gradients, factor: float, limit: float) -> bool:
-    distance_to_it = (pair.ranks_gradient - factor * pair.one_gradient).norm()
-    return bool(distance_to_it <= limit * abs(factor) * pair.one_gradient.norm())
-
-
 def factor_of_moments(pair: tuple[OptimizerStep, OptimizerStep]) -> float | None:
     """Find the factor between the gradient that step() averaged and that of one rank.
 
@@ -105,10 +89,3 @@ def factor_of_moments(pair: tuple[OptimizerStep, OptimizerStep]) -> float | None
         if is_linear and abs(factors[0] - 1) > 1e-3:
             return factors[0]
     return None
-
-
-def factor_in_words(factor: float, world_size: int) -> str:
-    n = world_size
-    names = {n: f"{n} times", 1 / n: f"1/{n} of", n**2: f"{n**2} times"}
-    near = [name for value, name in names.items() if abs(factor - value) < 1e-3 * value]
-    return near[0] if near else f"{factor:.4g} times"

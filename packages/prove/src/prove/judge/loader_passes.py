@@ -34,10 +34,7 @@ def pass_with_samples(loader_pass: LoaderPass) -> LoaderPass:
 
 def trained_loader_passes(records: list[RankRecord]) -> list[list[LoaderPass]]:
     """List the passes in which all ranks made steps, each as the records of all ranks."""
-    trained = [
-        [loader_pass for loader_pass in rank.loader_passes if loader_pass.step_count]
-        for rank in records
-    ]
+    trained = [rank.trained_passes for rank in records]
     return [list(ranks_passes) for ranks_passes in zip(*trained, strict=False)]
 
 

@@ -12,7 +12,7 @@ def original_epoch_rows(records: list[RankRecord], original: RankRecord) -> list
     The replay gave the original the batches of the ranks, but its loader has its own length.
     """
     check, passes = ReplayCheck.EPOCH_OF_ORIGINAL, trained_loader_passes(records)
-    passes_of_original = [each for each in original.loader_passes if each.step_count]
+    passes_of_original = original.trained_passes
     if not passes or not passes_of_original:
         return []
     compared = (passes_of_original[0], *passes[0])

@@ -14,18 +14,18 @@ from torch import Tensor
 
 from prove.comparable import NotComparableError, comparable
 from prove.judge.rank_exits import error_of
+from prove.judge.table import ReplayCheck
 from prove.rank_record import (
     Draw,
+    DrawFinding,
     DrawKey,
     Ended,
-    Finding,
     Mode,
     OneDraw,
     OptimizerStep,
+    RankFile,
     RankRecord,
     RunOutcome,
-    gradients_file,
-    tensors_file,
 )
 
 
@@ -66,7 +66,7 @@ class Replay:
     ) -> None:
         """Read both runs; `names` are those of the run of all ranks and of the replay."""
         self.name, self.precision = names[1], precision
-        self.is_of_original = names[1] == Mode.ORIGINAL
+        self.check = ReplayCheck.ORIGINAL if self.name == Mode.ORIGINAL else ReplayCheck.ONE_RANK
         self.records = observed_outcome.records
         self.rank_0_record = observed_outcome.records[0]
         self.error = error_of(replay_outcome) if replay_outcome.status else ""
@@ -75,14 +75,14 @@ class Replay:
         self.stepped = (
             self.one_rank_record.step_count > 0 and self.one_rank_record.ended != Ended.NOT_YET
         )
-        ranks_file, one_file = (gradients_file(folder, name, 0) for name in names)
+        ranks_file, one_file = (RankFile.GRADIENTS.of(folder, name, 0) for name in names)
         self.ranks_gradients = load_gradients(ranks_file)
         self.one_gradients: dict = {}
         self.batch_decisions: dict[DrawKey, Draw] = {}  # decisions that differ between the ranks
         self.per_sample_draws: dict[DrawKey, OneDraw] = {}  # draws that differ by sample
         if self.stepped:
             self.one_gradients = load_gradients(one_file)
-            tensors = torch.load(tensors_file(folder, names[1], 0), weights_only=False)
+            tensors = torch.load(RankFile.TENSORS.of(folder, names[1], 0), weights_only=False)
             self.batch_decisions = tensors["batch_decisions"]
             self.per_sample_draws = tensors["per_sample_draws"]
 
@@ -136,7 +136,7 @@ class Replay:
         later = bool(ranks_batches and one_batches) and one_batches[0] > ranks_batches[0]
         return later or backwards_of_one >= backwards * len(self.records) > 0
 
-    def source_lines_of_draws(self, finding: Finding) -> list[str]:
+    def source_lines_of_draws(self, finding: DrawFinding) -> list[str]:
         """List the lines of draws with this finding, from both runs."""
         records = [*self.records, self.one_rank_record]
         places = [place for record in records for place in record.draws.get(finding, [])]

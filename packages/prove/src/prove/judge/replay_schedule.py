@@ -9,7 +9,7 @@ from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.table import ReplayCheck, ReportRow, right, warning
 from prove.judge.wording import phrase
-from prove.rank_record import Ended, Flag, Mode, RankRecord, ScheduleRecord
+from prove.rank_record import Ended, Flag, LoaderPass, Mode, RankRecord, ScheduleRecord
 
 CHECK = ReplayCheck.SCHEDULE
 FEW_STEPS = 2  # spare steps that a script may add to a schedule
@@ -38,11 +38,8 @@ def rows_of_end(replay: Replay) -> list[ReportRow]:
     one_batches = training_batches(replay.one_rank_record)
     ends = replay.one_rank_record.ended == Ended.FINISHED and replay.name == Mode.REPLAY
     ends &= replay.one_rank_record.step_count < min(own.step_count for own in replay.records)
-    if (
-        not ends
-        or one_batches >= ranks_batches
-        or any(Flag.JOINS in own.flags for own in replay.records)
-    ):
+    joins = any(Flag.JOINS in own.flags for own in replay.records)
+    if not ends or joins or one_batches >= ranks_batches:
         return []
     facts = {"of_ranks": ranks_batches, "of_one": one_batches, "world_size": len(replay.records)}
     return [warning(CHECK, ReplayReason.ENDS_EARLIER, **facts)]
@@ -67,12 +64,9 @@ def rows_of_one_cycle(rank: RankRecord) -> list[ReportRow]:
 
     Its total_steps do not fit the number of batches of the loader.
     """
-    trained = [loader_pass for loader_pass in rank.loader_passes if loader_pass.step_count]
-    if (
-        Flag.ASKED_FOR_LENGTH in rank.flags or not trained or not trained[0].length
-    ):  # see schedules_by_batch
+    first = first_trained_pass(rank)
+    if follows_the_cut_loader(rank) or first is None or not first.length:
         return []
-    first = trained[0]
     left = max(0, first.length - first.batches_given)  # batches of the epoch after prove's cut
     if left and first.batches_given < first.most_batches:  # the script itself cut the epoch
         return []
@@ -92,40 +86,36 @@ def rows_of_one_cycle(rank: RankRecord) -> list[ReportRow]:
     return []
 
 
+def follows_the_cut_loader(rank: RankRecord) -> bool:
+    """May the script have made its schedule as long as a loader that prove has cut?"""
+    return Flag.ASKED_FOR_LENGTH in rank.flags
+
+
+def first_trained_pass(rank: RankRecord) -> LoaderPass | None:
+    return next(iter(rank.trained_passes), None)
+
+
 def schedules_by_batch(replay: Replay) -> list[tuple[Schedule, Schedule]]:
     """Pair the schedules of a rank with those of the one rank, whose epochs have other lengths."""
-    pairs: list[tuple[Schedule, Schedule]] = []
-    if (
-        Flag.ASKED_FOR_LENGTH in replay.rank_0_record.flags
-    ):  # such a schedule follows the loader, which prove cut
-        return pairs
-    for ranks_record, one_record in zip(
-        replay.rank_0_record.schedules, replay.one_rank_record.schedules, strict=False
-    ):
-        window = next(
-            (
-                each.batches_per_step
-                for each in replay.rank_0_record.loader_passes
-                if each.step_count
-            ),
-            1,
-        )
-        both = (
-            measured_schedule(ranks_record, replay.rank_0_record, window),
-            measured_schedule(one_record, replay.one_rank_record, window),
-        )
-        if both[0] is not None and both[1] is not None:
-            pairs.append((both[0], both[1]))
-    return pairs
+    ranks, one = replay.rank_0_record, replay.one_rank_record
+    first = first_trained_pass(ranks)
+    if follows_the_cut_loader(ranks) or first is None:
+        return []
+    window = first.batches_per_step or 1
+    measured = [
+        (measured_schedule(ranks_record, ranks, window), measured_schedule(one_record, one, window))
+        for ranks_record, one_record in zip(ranks.schedules, one.schedules, strict=False)
+    ]
+    return [(of_ranks, of_one) for of_ranks, of_one in measured if of_ranks and of_one]
 
 
 def measured_schedule(record: ScheduleRecord, rank: RankRecord, window: int) -> Schedule | None:
     """Measure a schedule in batches, `window` of which make one step; None if unknown."""
-    trained = [loader_pass for loader_pass in rank.loader_passes if loader_pass.step_count]
-    epoch = trained[0].batches_and_samples if trained else None
+    first = first_trained_pass(rank)
+    epoch = first.batches_and_samples if first else None
     if not record.by_batch or not record.length or not record.batches or epoch is None:
         return None
-    steps_per_batch = record.step_count / record.batches / (window or 1)
+    steps_per_batch = record.step_count / record.batches / window
     return Schedule(record, record.length / steps_per_batch, epoch[0])
 
 
@@ -163,7 +153,10 @@ def row_of_length(
 
 
 def compare_rates(replay: Replay) -> list[ReportRow]:
-    """Compare the learning rates and momenta of all ranks and of one rank, step by step."""
+    """Compare the learning rates and momenta of all ranks and of one rank, step by step.
+
+    A step that the script makes by hand has none.
+    """
     rank_0_record, one_rank_record = replay.rank_0_record, replay.one_rank_record
     steps = [
         (*pair, phrase(Phrase.AT_STEP, step=n, at=pair[0].source_line))
@@ -190,4 +183,5 @@ def compare_rates(replay: Replay) -> list[ReportRow]:
             own, one = next((own, one) for own, one in pairs if numbers_differ([own], [one]))
             facts = {"of_ranks": own, "of_one": one, "when": when}
             return [warning(CHECK, reason, world_size=len(replay.records), **facts)]
-    return [right(CHECK, ReplayReason.RATES_OF_ONE_RANK)]
+    has_rates = any(ranks_values and one_values for ranks_values, one_values, *_ in compared)
+    return [right(CHECK, ReplayReason.RATES_OF_ONE_RANK)] if has_rates else []

@@ -16,7 +16,8 @@ from prove.judge.wording import Facts, in_words, join_names
 from prove.rank_record import StrEnum
 
 RIGHT, WRONG, WARNING, NOT_SEEN = "right", "WRONG", "warning", "not seen"
-ORDER = (WRONG, WARNING, RIGHT, NOT_SEEN)
+ORDER = (WRONG, WARNING, RIGHT, NOT_SEEN)  # in the table
+WORST_FIRST = (WRONG, WARNING, NOT_SEEN, RIGHT)
 WIDTH, INDENT = 100, " " * 10
 PAGE = Path(__file__).resolve().parents[1] / "cures.md"  # installed with the package
 
@@ -84,6 +85,11 @@ def warning(check: str, reason: Reason, **facts: Any) -> ReportRow:
 
 def not_seen(check: str, reason: Reason, **facts: Any) -> ReportRow:
     return ReportRow(NOT_SEEN, check, reason, facts)
+
+
+def worst(rows: list[ReportRow]) -> str:
+    """Return the worst verdict of these rows."""
+    return min((row.verdict for row in rows), key=WORST_FIRST.index)
 
 
 def path_of_page() -> str:

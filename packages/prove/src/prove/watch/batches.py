@@ -83,8 +83,8 @@ def freeze(
     return Frozen(stream.getvalue(), [change(tensor) for tensor in freezer.tensors])
 
 
-def thaw(frozen: Frozen, change: Callable[[Tensor], Tensor] = Tensor.clone) -> Any:
-    return Thawer(frozen, [change(tensor) for tensor in frozen.tensors]).load()
+def thaw(frozen: Frozen) -> Any:
+    return Thawer(frozen, [tensor.clone() for tensor in frozen.tensors]).load()
 
 
 def tensors_in(nested: Any) -> list[Tensor]:
@@ -272,7 +272,7 @@ def merge_batches(parts: list, sizes: list[int]) -> Any:
         )
     if type(first) in (list, tuple):
         has_samples = not any(isinstance(part, Tensor) and part.ndim for part in first)
-        if has_samples and all(map(has_length, parts, sizes)):
+        if has_samples and [*map(len, parts)] == sizes:
             return type(first)(parts[rank][sample] for rank, sample in order_of_rows(sizes))
         if len({len(part) for part in parts}) == 1:
             columns = zip(*parts, strict=True)
@@ -292,10 +292,6 @@ def of_class(example: Any, plain: dict) -> Any:
 
 def has_rows(tensor: Tensor, rows: int) -> bool:
     return tensor.ndim > 0 and len(tensor) == rows
-
-
-def has_length(part: Any, length: int) -> bool:
-    return len(part) == length
 
 
 class RecordedBatch(NamedTuple):

@@ -25,7 +25,6 @@ from prove.watch.batches import (
 )
 from prove.watch.draws import Draws
 from prove.watch.feeder import Feeder
-from prove.watch.model import ModelWatcher
 from prove.watch.rank_run import RankRun, save_tensors, source_line, wrap
 
 EPOCHS = 3  # number of epochs after which the run ends
@@ -154,8 +153,8 @@ def batches_and_samples(loader: Any) -> tuple[int, int] | None:
 class LoaderWatcher:
     """Records each pass of this rank over a loader, cuts it short, and feeds it in a replay."""
 
-    def __init__(self, run: RankRun, model: ModelWatcher) -> None:
-        self.run, self.model, self.steps, self.feeder = run, model, model.steps, model.feeder
+    def __init__(self, run: RankRun) -> None:
+        self.run, self.model, self.steps = run, run.models, run.models.steps
         self.datasets: list[Any] = []  # kept alive, so that no other object gets the same id
         self.places: list[str] = []  # the line of each loader, by its number
         self.asked_for_length: set[int] = set()  # numbers of loaders whose length was asked for
@@ -172,7 +171,7 @@ class LoaderWatcher:
         self.model.record_received_weights()
 
     def patched_iter(self, original_iter: Callable, loader: Any) -> Any:
-        """Stand in for DataLoader.__iter__, which is given as `iterate`."""
+        """Stand in for DataLoader.__iter__."""
         run, loader_passes = self.run, self.run.record.loader_passes
         training = torch.is_grad_enabled()
         self.end_batch()
@@ -181,8 +180,8 @@ class LoaderWatcher:
             earlier.step_count > 0 and earlier.dataset_number == loader_pass.dataset_number
             for earlier in loader_passes
         )
-        if training and self.model.loop_watcher:
-            self.model.loop_watcher.leave()
+        if training and run.loop_watcher:
+            run.loop_watcher.leave()
         if training and epochs:
             run.in_second_epoch = True
             self.steps.record_rates()
@@ -190,11 +189,11 @@ class LoaderWatcher:
                 loader_passes.pop()  # the run ends before this pass gives a batch
                 run.end_early()
         loader_pass.epoch = epochs
-        if self.feeder and training:
-            batches = self.batches_to_feed(self.feeder, loader, loader_pass)
+        if run.feeder and training:
+            batches = self.batches_to_feed(run.feeder, loader, loader_pass)
             if batches is not None:
                 return batches
-        with self.steps.draws.loading():
+        with run.draws.loading():
             iterator = recording_iterator(loader, original_iter, run.settings.folder)
         loader_pass.base_seed = getattr(iterator, "_base_seed", None)
         if training and not run.replaying:
@@ -261,7 +260,7 @@ class LoaderWatcher:
 
     def own_batches(self, iterator: Iterator, loader_pass: LoaderPass, loader: Any) -> Iterator:
         """Yield the loader's own batches, up to the limit of this pass."""
-        run, model, steps = self.run, self.model, self.steps
+        run, model = self.run, self.model
         size, before, looks_ahead = 0, len(run.record.model_calls), False
         steps_of_others = run.record.step_count  # steps with batches of other passes
         while True:
@@ -277,7 +276,7 @@ class LoaderWatcher:
                 looks_ahead = not loader_pass.backwards and not called
             batch = None
             if not self.is_enough(loader_pass):
-                batch = next_batch(iterator, loader_pass, steps.draws)
+                batch = next_batch(iterator, loader_pass, run.draws)
             if batch is None:
                 if looks_ahead and loader_pass.with_gradients:
                     self.begin_batch(loader_pass, loader_pass.batches_given + 1, size)
@@ -357,12 +356,12 @@ class LoaderWatcher:
         return settings.batches * ranks * (1 if training else EVALUATION_FACTOR)
 
     def patched_len(self, original_len: Callable, loader: Any) -> int:
-        """Stand in for DataLoader.__len__, which is given as `length`."""
+        """Stand in for DataLoader.__len__."""
         self.asked_for_length.add(loader.prove_number)  # is_enough() keeps to this length
         last = last_pass(self.run, loader)
         if last is None or not last.with_gradients:
             self.run.flag(Flag.ASKED_FOR_LENGTH)  # perhaps to make a schedule of this length
-        if self.feeder and (batches := self.feeder.batches_of(loader)) is not None:
+        if self.run.feeder and (batches := self.run.feeder.batches_of(loader)) is not None:
             return batches
         return min(original_len(loader), self.most_batches(torch.is_grad_enabled()))
 
@@ -471,8 +470,8 @@ def watch_new_loaders(run: RankRun, watcher: LoaderWatcher) -> None:
     )
 
 
-def install(run: RankRun, model: ModelWatcher) -> None:
-    watcher = LoaderWatcher(run, model)
+def install(run: RankRun) -> None:
+    watcher = LoaderWatcher(run)
     watch_new_loaders(run, watcher)
     wrap(DataLoader, "__iter__")(watcher.patched_iter)
     wrap(DataLoader, "__len__")(watcher.patched_len)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from prove import random_state
-from prove.rank_record import Draw, DrawKey, Finding, Mode, OneDraw, ReplayVariant
+from prove.rank_record import Draw, DrawFinding, DrawKey, Mode, OneDraw, ReplayVariant
 from prove.watch.batches import CannotMergeError, are_equal, interleave, order_of_rows
 from prove.watch.rank_run import RankRun, source_line
 
@@ -73,7 +73,7 @@ class Draws:
         self.calls_by_sample: set[tuple[str, str]] = set()  # functions called once per sample
         self.states: list[int] = []  # digests of the generators after the last seen draw
 
-    def record_finding(self, finding: Finding, at: str) -> None:
+    def record_finding(self, finding: DrawFinding, at: str) -> None:
         places = self.run.record.draws.setdefault(finding, [])
         if at not in places:
             places.append(at)
@@ -92,7 +92,7 @@ class Draws:
         self.active = self.of_model = False
         for name, at in self.calls_by_sample:
             if self.calls[name, at] != sum(self.sizes):
-                self.record_finding(Finding.NOT_MATCHED, at)
+                self.record_finding(DrawFinding.NOT_MATCHED, at)
         self.calls_by_sample.clear()
 
     def begin_forward(
@@ -153,7 +153,7 @@ class Draws:
         The numbers may be for the next epoch, and the state of that generator cannot be restored.
         """
         if self.run.record.step_count and not self.is_loading and not self.run.written:
-            self.record_finding(Finding.BETWEEN, source_line())
+            self.record_finding(DrawFinding.BETWEEN, source_line())
 
     def note_states(self) -> None:
         self.states = random_state.state_digests()
@@ -162,7 +162,7 @@ class Draws:
         """Note whether an unseen draw was made since the last one; return the state digests."""
         states = random_state.state_digests()
         if self.active and self.states and states != self.states:
-            self.record_finding(Finding.ESCAPED, f"before {source_line()}")
+            self.record_finding(DrawFinding.ESCAPED, f"before {source_line()}")
         return states
 
     def next_key(self, name: str) -> DrawKey:
@@ -181,12 +181,12 @@ class Draws:
             return result  # attention is tagged as a draw, but draws nothing without dropout
         name = function.overloadpacket.__name__.rstrip("_")
         if any(part in name for part in KERNELS_THAT_DRAW):
-            self.record_finding(Finding.OPAQUE, f"{name} at {source_line()}")
+            self.record_finding(DrawFinding.OPAQUE, f"{name} at {source_line()}")
             return result
         is_fused = name == "native_dropout"  # the first result is dropout applied to the input
         drawn = result[1] if is_fused else result
         if not isinstance(drawn, Tensor):
-            self.record_finding(Finding.OPAQUE, f"{name} at {source_line()}")
+            self.record_finding(DrawFinding.OPAQUE, f"{name} at {source_line()}")
             return result
         arguments = [argument for argument in (*args, *kwargs.values()) if is_number(argument)]
         answer = self.record_or_answer(self.next_key(name), drawn.detach().clone(), arguments)
@@ -220,7 +220,7 @@ class Draws:
             self.bytes_recorded += value.nbytes
         if self.bytes_recorded > MAX_DRAWN_BYTES:
             self.recorded.clear()
-            self.record_finding(Finding.TOO_MANY, key.source_line)
+            self.record_finding(DrawFinding.TOO_MANY, key.source_line)
         else:
             self.recorded[key] = Draw(value, draw.arguments)
 
@@ -233,7 +233,7 @@ class Draws:
         if isinstance(forced, OneDraw) and isinstance(drawn, Tensor):
             if forced.row.shape == drawn.select(forced.dim, 0).shape:
                 return forced.row.unsqueeze(forced.dim).expand_as(drawn).to(drawn.dtype)
-            self.record_finding(Finding.NOT_MATCHED, key.source_line)
+            self.record_finding(DrawFinding.NOT_MATCHED, key.source_line)
             return None
         if isinstance(forced, Draw):
             return forced.value
@@ -244,11 +244,11 @@ class Draws:
             return per_sample[0]
         draws = [draw for own in self.draws_of_ranks if (draw := own.get(key)) is not None]
         if not draws or len(draws) < len(self.draws_of_ranks):
-            self.record_finding(Finding.NOT_MATCHED, key.source_line)
+            self.record_finding(DrawFinding.NOT_MATCHED, key.source_line)
             if draws and not all(
                 any(other[:3] == key[:3] for other in own) for own in self.draws_of_ranks
             ):
-                self.record_finding(Finding.OTHER_SHARES, key.source_line)
+                self.record_finding(DrawFinding.OTHER_SHARES, key.source_line)
             return None
         return self.answer_from_ranks(key, drawn, arguments, draws)
 
@@ -260,7 +260,7 @@ class Draws:
             return self.draw_of_batch(key, arguments, draws)
         dim = self.dim_of_samples(drawn, [draw.value for draw in draws])
         if dim is None:
-            self.record_finding(Finding.NOT_MATCHED, key.source_line)
+            self.record_finding(DrawFinding.NOT_MATCHED, key.source_line)
             return None
         return self.interleaved_draws(key, dim, drawn, draws, arguments)
 
@@ -268,12 +268,12 @@ class Draws:
         """Return rank 0's draw if each rank has drawn once for its whole batch."""
         if any(draw.arguments != arguments for draw in draws):
             # The draw may be a position in the batch.
-            self.record_finding(Finding.NOT_MATCHED, key.source_line)
+            self.record_finding(DrawFinding.NOT_MATCHED, key.source_line)
             return None
         values = [draw.value for draw in draws]
         are_tensors = all(isinstance(value, Tensor) for value in values)
         alike = all_equal(values) if are_tensors else len({*map(repr, values)}) == 1
-        self.record_finding(Finding.COMMON if alike else Finding.DECISION, key.source_line)
+        self.record_finding(DrawFinding.COMMON if alike else DrawFinding.DECISION, key.source_line)
         if not alike:
             self.batch_decisions[key] = draws[0]
         return values[0]
@@ -297,10 +297,10 @@ class Draws:
             if draw.arguments != arguments:  # the arguments may contain the size of the batch
                 names = with_size_named(draw.arguments, size)
                 if names != with_size_named(arguments, sum(self.sizes)):
-                    self.record_finding(Finding.NOT_MATCHED, key.source_line)
+                    self.record_finding(DrawFinding.NOT_MATCHED, key.source_line)
                     ranks_arguments = [own.arguments for own in draws]
                     if any(own != ranks_arguments[0] for own in ranks_arguments):
-                        self.record_finding(Finding.OTHER_SHARES, key.source_line)
+                        self.record_finding(DrawFinding.OTHER_SHARES, key.source_line)
                     return None
                 of_places = key.name in DRAWS_OF_PLACES
         if of_places:
@@ -308,18 +308,18 @@ class Draws:
         elif dim_alike([value.shape for value in values], dim):
             self.per_sample_draws[key] = OneDraw(dim, values[0].select(dim, 0))
             if len(values) > 1 and values[0].numel() > 1 and all_equal(values):
-                self.record_finding(Finding.SAME_NOISE, key.source_line)
+                self.record_finding(DrawFinding.SAME_NOISE, key.source_line)
         rows = values[0].shape[dim] // self.sizes[0]
         if rows > 1:
-            self.record_finding(Finding.SEVERAL, key.source_line)
+            self.record_finding(DrawFinding.SEVERAL, key.source_line)
         in_blocks = rows > 1 and self.run.settings.variant == ReplayVariant.ROWS_IN_BLOCKS
         try:
             parts = pad_like(values, drawn, dim)
             answer = interleave(parts, self.sizes, dim, rows if in_blocks else 1)
         except CannotMergeError:
-            self.record_finding(Finding.NOT_MATCHED, key.source_line)
+            self.record_finding(DrawFinding.NOT_MATCHED, key.source_line)
             return None
-        self.record_finding(Finding.BY_SAMPLE, key.source_line)
+        self.record_finding(DrawFinding.BY_SAMPLE, key.source_line)
         return answer
 
     def finish(self) -> None:

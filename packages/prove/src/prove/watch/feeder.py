@@ -19,11 +19,11 @@ from prove.rank_record import (
     DrawKey,
     Flag,
     Mode,
+    RankFile,
     RankRecord,
     ReplayVariant,
     forced_file,
     read_records,
-    tensors_file,
 )
 from prove.watch.batches import (
     RecordedBatch,
@@ -35,7 +35,7 @@ from prove.watch.batches import (
     owners_of_rows,
     tensors_in,
 )
-from prove.watch.draws import Draws, without_places
+from prove.watch.draws import without_places
 from prove.watch.model_tensors import parameters_of, tensors_of
 from prove.watch.rank_run import RankRun, source_line, wrap
 
@@ -90,34 +90,26 @@ def batch_of_forward(forward_number: int) -> tuple[int, int]:
     return (NO_LOADER, forward_number)
 
 
-class InputKeeper:
-    """Keeps the inputs of DDP in the observed run, if there is no loader."""
-
-    def __init__(self, run: RankRun, draws: Draws) -> None:
-        self.run, self.draws = run, draws
-        self.loop_watcher: Any = None  # a LoopWatcher, if operations are watched
-
-    def inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        run = self.run
-        if not run.has_no_loader():
-            return args, kwargs
-        if run.joined and run.record.step_count < run.most_steps():
-            kept = run.tensors.setdefault("forwards", [])
-            call = copy_tensors(list(args)), copy_tensors(kwargs)
-            kept.append(call)
-            self.draws.begin_forward(batch_of_forward(len(kept) - 1), [size_of(call)], [])
-            if self.loop_watcher:
-                self.loop_watcher.enter_ddp(args, kwargs)
-        else:
-            self.draws.end_batch()
-        return args, kwargs
+def keep_inputs(run: RankRun, args: tuple, kwargs: dict) -> None:
+    """Keep the inputs of DDP in the observed run, if there is no loader."""
+    if not run.has_no_loader():
+        return
+    if not run.joined or run.record.step_count >= run.most_steps():
+        run.draws.end_batch()
+        return
+    kept = run.tensors.setdefault("forwards", [])
+    call = copy_tensors(list(args)), copy_tensors(kwargs)
+    kept.append(call)
+    run.draws.begin_forward(batch_of_forward(len(kept) - 1), [size_of(call)], [])
+    if run.loop_watcher:
+        run.loop_watcher.enter_ddp(args, kwargs)
 
 
 class Feeder:
     """Gives a rank of a replay the data of all ranks, or in a control its own data again."""
 
-    def __init__(self, run: RankRun, draws: Draws) -> None:
-        self.run, self.draws, self.world_size = run, draws, run.settings.world_size
+    def __init__(self, run: RankRun) -> None:
+        self.run, self.world_size = run, run.settings.world_size
         self.mode = run.settings.mode
         records = read_records(run.settings.folder, Mode.OBSERVE)
         rank_0_record = records[0]
@@ -135,10 +127,9 @@ class Feeder:
         self.in_sequence = self.mode == Mode.SEQUENCE
         self.sizes = [1]  # number of samples of each rank in the current batch
         self.forwards = 0  # number of calls of DDP that were fed so far
-        self.loop_watcher: Any = None  # a LoopWatcher, if operations are watched
         forced = forced_file(run.settings.folder, run.settings.variant)
         if forced.exists():
-            draws.forced = torch.load(forced, weights_only=False)
+            run.draws.forced = torch.load(forced, weights_only=False)
 
     @cached_property
     def tensors_of_ranks(self) -> list[dict[str, Any]]:
@@ -148,7 +139,7 @@ class Feeder:
         script and knows this class by now, and never by the judges.
         """
         folder = self.run.settings.folder
-        files = [tensors_file(folder, Mode.OBSERVE, rank) for rank in range(self.world_size)]
+        files = [RankFile.TENSORS.of(folder, Mode.OBSERVE, rank) for rank in range(self.world_size)]
         kept = [torch.load(file, weights_only=False) for file in files]
         if self.mode == Mode.ORIGINAL:
             for own in kept:
@@ -237,8 +228,8 @@ class Feeder:
         self.sizes = [*map(size_of, calls_of_ranks)]
         draws = [self.tensors_of_ranks[rank]["draws"] for rank in ranks]
         batch = batch_of_forward(forward_index // len(groups))
-        self.draws.begin_forward(batch, self.sizes, draws)
-        if self.loop_watcher and self.loop_watcher.enter_ddp(args, kwargs):
+        self.run.draws.begin_forward(batch, self.sizes, draws)
+        if self.run.loop_watcher and self.run.loop_watcher.enter_ddp(args, kwargs):
             return args, kwargs
         args, kwargs = merge_batches(calls_of_ranks, self.sizes)
         return self.cast(args), self.cast(kwargs)
@@ -321,7 +312,9 @@ def watch_dropout(run: RankRun) -> None:
         return original(query, key, value, attn_mask, dropout_p, *rest, **more)
 
 
-def watch_batchnorm(run: RankRun, feeder: Feeder | None) -> None:
+def watch_batchnorm(run: RankRun) -> None:
+    feeder = run.feeder
+
     @wrap(_BatchNorm, "forward")
     def forward(original: Callable, self: Any, rows: Tensor) -> Tensor:
         fewest = run.record.batchnorm
@@ -342,8 +335,7 @@ def watch_batchnorm(run: RankRun, feeder: Feeder | None) -> None:
         return normalize_by_rank(self, original, rows, owners)
 
 
-def install(run: RankRun, draws: Draws) -> Feeder | InputKeeper:
-    batch_io = Feeder(run, draws) if run.replaying else InputKeeper(run, draws)
+def install(run: RankRun) -> None:
+    run.feeder = Feeder(run) if run.replaying else None
     watch_dropout(run)
-    watch_batchnorm(run, batch_io if isinstance(batch_io, Feeder) else None)
-    return batch_io
+    watch_batchnorm(run)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from prove.rank_record import DataFinding, Mode, Statistic, loop_file, read_records
+from prove.rank_record import DataFinding, Mode, RankFile, Statistic, read_records
 from prove.watch.batches import CannotMergeError, interleave
 from prove.watch.draws import is_number, without_places
 from prove.watch.feeder import Feeder, batch_of_forward
@@ -73,7 +73,7 @@ class LoopFeeder:
         self.run, self.feeder, self.watcher = run, feeder, watcher
         settings = run.settings
         ranks = range(settings.world_size)
-        files = [loop_file(settings.folder, Mode.OBSERVE, rank) for rank in ranks]
+        files = [RankFile.LOOP.of(settings.folder, Mode.OBSERVE, rank) for rank in ranks]
         self.sources_of_ranks: list[dict[CallKey, Source]] = []
         self.gradient_inputs_of_ranks: list[dict[CallKey, GradientInput]] = []
         for file in files if all(file.exists() for file in files) else ():
@@ -134,7 +134,7 @@ class LoopFeeder:
         ranks = groups[(forward - 1) % len(groups)]
         forward_number = (forward - 1) // len(groups) + 1
         draws = [self.feeder.tensors_of_ranks[rank]["draws"] for rank in ranks]
-        self.watcher.draws.begin_forward(batch_of_forward(forward_number), self.sizes, draws)
+        self.run.draws.begin_forward(batch_of_forward(forward_number), self.sizes, draws)
 
     def match_data(self, key: CallKey, values: list) -> dict[int, Any]:
         """Match the data of a gradient input with those of all ranks.

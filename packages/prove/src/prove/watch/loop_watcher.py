@@ -23,11 +23,11 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from prove import random_state
-from prove.rank_record import CENTERED, DataFinding, Mode, Statistic, loop_file
+from prove.rank_record import CENTERED, DataFinding, Mode, RankFile, Statistic
 from prove.watch import loss
 from prove.watch.batches import own_copy, tensors_in
-from prove.watch.draws import MAX_DRAWN_BYTES, Draws, is_number
-from prove.watch.feeder import Feeder, InputKeeper, batch_of_forward, size_of
+from prove.watch.draws import MAX_DRAWN_BYTES, is_number
+from prove.watch.feeder import batch_of_forward, size_of
 from prove.watch.loop_feeder import CallKey, GradientInput, LoopFeeder, Source
 from prove.watch.model_tensors import project
 from prove.watch.rank_run import (
@@ -39,7 +39,6 @@ from prove.watch.rank_run import (
     source_line,
     wrap,
 )
-from prove.watch.steps import StepWatcher
 
 READS = {"__getitem__", "index_select"}
 MAKES = {"stack", "cat", "concat", "as_tensor", "tensor", "from_numpy", "asarray"}
@@ -92,11 +91,9 @@ def drops_rows(name: str, args: tuple) -> bool:
 class LoopWatcher:
     """Records this rank's sources and gradient inputs, or lets a LoopFeeder replace the data."""
 
-    def __init__(
-        self, run: RankRun, draws: Draws, feeder: Feeder | None, steps: StepWatcher
-    ) -> None:
-        self.run, self.draws, self.steps = run, draws, steps
-        self.feeder = LoopFeeder(run, feeder, self) if feeder else None
+    def __init__(self, run: RankRun) -> None:
+        self.run = run
+        self.feeder = LoopFeeder(run, run.feeder, self) if run.feeder else None
         self.main_thread = threading.main_thread().ident
         self.calls: Counter = Counter()
         self.tags = WeakTensorKeyDictionary()  # last sources and statistics of each tensor
@@ -126,7 +123,7 @@ class LoopWatcher:
         in_backward = torch._C._current_graph_task_id() != -1
         # A loss is a module, too. It may get keyword arguments, which no hook sees.
         in_model = any(next(part.parameters(), None) is not None for part in run.running_modules)
-        return not (in_model or in_backward or self.steps.depth)
+        return not (in_model or in_backward or run.models.steps.depth)
 
     def is_recording(self) -> bool:
         return not self.feeder and self.run.record.step_count < self.run.most_steps()
@@ -146,10 +143,8 @@ class LoopWatcher:
             noted.append((self.run.record.step_count + 1, at))
 
     def next_key(self, name: str, line: str) -> CallKey:
-        if (
-            self.run.settings.mode == Mode.ORIGINAL
-        ):  # its lines differ, so calls are matched by order
-            line = ""
+        if self.run.settings.mode == Mode.ORIGINAL:
+            line = ""  # the original has other lines, so its calls are matched by order
         self.calls[name, line] += 1
         return CallKey(line, name, self.calls[name, line] - 1)
 
@@ -290,9 +285,9 @@ class LoopWatcher:
         if self.feeder:
             self.feeder.begin_draws(self.forwards)
         elif self.is_recording():
-            self.draws.begin_forward(batch_of_forward(self.forwards), [self.size or 1], [])
+            self.run.draws.begin_forward(batch_of_forward(self.forwards), [self.size or 1], [])
         else:
-            self.draws.end_batch()
+            self.run.draws.end_batch()
 
     def record_or_match(self, name: str, values: list, size: int | None) -> dict[int, Any]:
         """While observing, record a gradient input; in a replay, match it with those of all ranks.
@@ -370,8 +365,7 @@ class LoopWatcher:
             for key in gradient_input.sources
             if gradient_input.trains and key in self.sources
         }
-        place = (run.settings.folder, run.settings.name, run.record.rank)
-        save_tensors((needed, self.gradient_inputs), loop_file(*place))
+        save_tensors((needed, self.gradient_inputs), run.file(RankFile.LOOP))
 
 
 def watch_threads(watcher: LoopWatcher) -> None:
@@ -390,11 +384,8 @@ def watch_threads(watcher: LoopWatcher) -> None:
         original(self)
 
 
-def install(
-    run: RankRun, draws: Draws, steps: StepWatcher, batch_io: Feeder | InputKeeper
-) -> LoopWatcher:
-    watcher = LoopWatcher(run, draws, batch_io if isinstance(batch_io, Feeder) else None, steps)
-    batch_io.loop_watcher = watcher
+def install(run: RankRun) -> None:
+    run.loop_watcher = watcher = LoopWatcher(run)
     run.at_end.append(watcher.finish)
     watch_threads(watcher)
 
@@ -417,7 +408,6 @@ def install(
 
     torch.autograd.Function.apply = classmethod(applied)
     watcher.mode.__enter__()
-    return watcher
 
 
 class LoopMode(TorchFunctionMode):

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from prove.rank_record import Backward, Flag
-from prove.watch.model import ModelWatcher
 from prove.watch.rank_run import RankRun, source_line, wrap
 
 MAX_BACKWARDS = 64
@@ -48,7 +47,7 @@ def watch_scaling(run: RankRun) -> None:
         setattr(nn.utils.clip_grad, name, clip)
 
 
-def watch_backward(run: RankRun, model: ModelWatcher) -> None:
+def watch_backward(run: RankRun) -> None:
     """Watch backward, and the loss functions of torch, to name the line of the loss."""
     inside, loss_at = False, ""
 
@@ -66,8 +65,8 @@ def watch_backward(run: RankRun, model: ModelWatcher) -> None:
         nonlocal inside, loss_at
         if inside:  # with --cpu, a mode of torch calls this function once more
             return original(self, *args, **kwargs)
-        model.backwards += 1
-        with model.draws.paused():
+        run.models.backwards += 1
+        with run.draws.paused():
             for tell in run.events.backwards:
                 tell(self)
         if len(run.record.backwards) < MAX_BACKWARDS:
@@ -75,12 +74,12 @@ def watch_backward(run: RankRun, model: ModelWatcher) -> None:
             loss_at = ""
         inside = True
         try:
-            with model.draws.in_model():
+            with run.draws.in_model():
                 return original(self, *args, **kwargs)
         finally:
             inside = False
 
 
-def install(run: RankRun, model: ModelWatcher) -> None:
+def install(run: RankRun) -> None:
     watch_scaling(run)
-    watch_backward(run, model)
+    watch_backward(run)

@@ -18,8 +18,7 @@ from prove.comparable import full_tensor
 from prove.rank_record import DDPRecord, Flag, ModelCall, Projection
 from prove.watch import steps
 from prove.watch.batches import batch_size_of, checksum, copy_tensors, tensors_in
-from prove.watch.draws import Draws
-from prove.watch.feeder import Feeder, InputKeeper
+from prove.watch.feeder import keep_inputs
 from prove.watch.float64 import make_double, widen
 from prove.watch.model_tensors import (
     full_copies,
@@ -42,14 +41,12 @@ class ModelWatcher:
 
     def __init__(self, run: RankRun, steps: StepWatcher) -> None:
         self.run, self.steps = run, steps
-        self.draws, self.feeder = steps.draws, steps.feeder
         self.modules: list[weakref.ref] = []  # all modules of the script, the oldest first
         self.ddps: list[DistributedDataParallel] = []
         self.called_in_training: list[nn.Module] = []
         self.backwards = 0
         self.parameters: dict[str, nn.Parameter] = {}  # parameters of called_in_training, by key
         self.averaged: set[int] = set()  # ids of parameters that a DDP averages
-        self.loop_watcher: Any = None  # a LoopWatcher, if operations are watched
 
     def save_start(self) -> None:
         """Keep the weights of the start at the first batch or forward; in a replay, set them."""
@@ -58,8 +55,8 @@ class ModelWatcher:
         if not has_model or "start" in run.tensors or not (run.joined or run.replaying):
             return
         optimizers = steps.optimizers_of_torch()
-        if self.feeder:
-            self.feeder.set_start(optimizers, self.root_modules())
+        if run.feeder:
+            run.feeder.set_start(optimizers, self.root_modules())
         run.tensors["start"] = [full_copies(parameters_of(optimizer)) for optimizer in optimizers]
         run.tensors["states"] = {
             name: {
@@ -220,14 +217,14 @@ class ModelWatcher:
         self.record_weights()
 
 
-def watch_ddp(run: RankRun, model: ModelWatcher, batch_io: Feeder | InputKeeper) -> None:
-    """Watch DDP, and replace its inputs by those that `source` returns."""
+def watch_ddp(run: RankRun, model: ModelWatcher) -> None:
+    """Watch DDP; without a loader, keep its inputs, and replace them in a replay."""
 
     @wrap(DistributedDataParallel, "__init__")
     def init(original: Callable, self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if run.settings.float64:
             widen(module)
-        with model.loop_watcher.paused() if model.loop_watcher else nullcontext():
+        with run.loop_watcher.paused() if run.loop_watcher else nullcontext():
             original(self, module, *args, **kwargs)
         model.ddps.append(self)
         model.averaged |= {id(p) for p in module.parameters() if p.requires_grad}
@@ -242,13 +239,16 @@ def watch_ddp(run: RankRun, model: ModelWatcher, batch_io: Feeder | InputKeeper)
     def forward(original: Callable, self: Any, *inputs: Any, **kwargs: Any) -> Any:
         model.save_start()
         if self.module.training and torch.is_grad_enabled():
-            with model.draws.paused():
-                inputs, kwargs = batch_io.inputs(inputs, kwargs)
+            with run.draws.paused():
+                if run.feeder:
+                    inputs, kwargs = run.feeder.inputs(inputs, kwargs)
+                else:
+                    keep_inputs(run, inputs, kwargs)
             if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
                 run.flag(Flag.USES_AUTOCAST)
-        with model.draws.in_model():
+        with run.draws.in_model():
             result = original(self, *inputs, **kwargs)
-        with model.draws.paused():
+        with run.draws.paused():
             for tell in run.events.ddp_forwards:
                 tell(model.ddps.index(self))
         if any(tensor.requires_grad and tensor.ndim == 0 for tensor in tensors_in([result])):
@@ -266,27 +266,27 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
         inputs_of_all = None
         is_repeated = torch._C._current_graph_task_id() != -1  # a checkpoint, in backward
         if not inside and not is_repeated and (run.joined or run.replaying):
-            with model.draws.paused():
+            with run.draws.paused():
                 if run.settings.float64:
                     make_double(module)
                 model.record_call(module, inputs)
                 layers.enter(module)
-                if model.loop_watcher and not isinstance(module, DistributedDataParallel):
-                    inputs_of_all = model.loop_watcher.enter_module(module, inputs)
+                if run.loop_watcher and not isinstance(module, DistributedDataParallel):
+                    inputs_of_all = run.loop_watcher.enter_module(module, inputs)
         if not inside:
-            model.draws.enter_model()
+            run.draws.enter_model()
         inside.append(module)
         return inputs_of_all
 
     def leave_module(module: nn.Module, inputs: Any, outputs: Any) -> None:
         while inside and inside.pop() is not module:  # inner modules remain after an error
             pass
-        with model.draws.paused():
+        with run.draws.paused():
             layers.leave(module, outputs)
         if not inside:
-            model.draws.leave_model()
-            if model.loop_watcher:
-                model.loop_watcher.leave_module(inputs, outputs)
+            run.draws.leave_model()
+            if run.loop_watcher:
+                run.loop_watcher.leave_module(inputs, outputs)
 
     register_module_forward_pre_hook(enter_module)  # type: ignore[arg-type]
     register_module_forward_hook(leave_module, always_call=True)
@@ -306,7 +306,7 @@ def watch_functional_calls(run: RankRun, model: ModelWatcher) -> None:
     @wrap(nn.utils.stateless, "_functional_call")
     def call(original: Callable, module: nn.Module, tensors: Any, *args: Any, **more: Any) -> Any:
         own = {id(p) for p in module.parameters()}
-        with model.draws.paused(), temporarily_clear_interpreter_stack():
+        with run.draws.paused(), temporarily_clear_interpreter_stack():
             named = {
                 name: unwrapped(tensors[name])
                 for name, _ in module.named_parameters()
@@ -329,12 +329,9 @@ def unwrapped(tensor: Any) -> Any:
     return tensor
 
 
-def install(run: RankRun, draws: Draws, batch_io: Feeder | InputKeeper) -> ModelWatcher:
-    feeder = batch_io if isinstance(batch_io, Feeder) else None
-    model = ModelWatcher(run, steps.install(run, draws, feeder))
-    run.models = model
+def install(run: RankRun) -> None:
+    run.models = model = ModelWatcher(run, steps.install(run))
     run.at_end.append(model.finish)
-    watch_ddp(run, model, batch_io)
+    watch_ddp(run, model)
     watch_modules(run, model)
     watch_functional_calls(run, model)
-    return model

@@ -67,7 +67,8 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
 
 
 def rates_of(optimizer: Any) -> list[float]:
-    return [float(group["lr"]) for group in optimizer.param_groups]
+    """Return the learning rates of an optimizer; a stand-in for a step by hand has none."""
+    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
 
 
 def momenta_of(optimizer: Any) -> list[float]:

@@ -56,20 +56,14 @@ def install() -> RankRun:
         if settings.float64:
             float64.install()
         torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore
-        draws = random_numbers.install(run)
-        batch_io = feeder.install(run, draws)
-        model_watcher = model.install(run, draws, batch_io)
-        loss.install(run, model_watcher)
-        data.install(run, model_watcher)
-        schedule.install(run)
-        process_io.install(run)
+        for watcher in (random_numbers, feeder, model, loss, data, schedule, process_io):
+            watcher.install(run)
         for check in CHECKS:
             if check.watch:
                 check.watch(run)
         if settings.watches_operations:
-            steps = model_watcher.steps
-            operations.install(draws, steps.by_hand, steps.begin_step_by_hand)
-            model_watcher.loop_watcher = loop_watcher.install(run, draws, steps, batch_io)
+            operations.install(run)
+            loop_watcher.install(run)
     atexit.register(run.write, Ended.FINISHED)
 
     @wrap(sys, "excepthook")

@@ -5,14 +5,14 @@ A dispatch mode of torch sees all that autograd sees, and also writes to `p.data
 optimizer of torch is watched by its first write to a parameter after a batch.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prove.watch.draws import Draws, is_draw
+from prove.watch.draws import is_draw
+from prove.watch.rank_run import RankRun
 
 
 def address_of(tensor: Tensor) -> int:
@@ -24,7 +24,7 @@ class OptimizerByHand:
     """Stands in for a missing optimizer, and holds the parameters that the script changes."""
 
     def __init__(self) -> None:
-        self.param_groups: list[dict] = [{"params": [], "lr": 0.0}]
+        self.param_groups: list[dict] = [{"params": []}]  # without a learning rate
         self.addresses: list[int] = []  # memory addresses of its parameters
 
     def hold(self, parameter: Tensor) -> None:
@@ -46,30 +46,28 @@ class OptimizerByHand:
 
 
 class OperationWatcher(TorchDispatchMode):
-    def __init__(
-        self, draws: Draws, by_hand: OptimizerByHand, step_begins: Callable[[], None]
-    ) -> None:
+    def __init__(self, run: RankRun) -> None:
         super().__init__()
-        self.draws, self.by_hand, self.step_begins = draws, by_hand, step_begins
+        self.run = run
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        in_step = self.draws.active or self.draws.of_model
-        if in_step and self.by_hand.addresses and args and function._schema.is_mutable:
+        draws, steps = self.run.draws, self.run.models.steps
+        in_step = draws.active or draws.of_model
+        if in_step and steps.by_hand.addresses and args and function._schema.is_mutable:
             written = args[0] if isinstance(args[0], list | tuple) else args[:1]
-            if any(self.by_hand.holds(tensor) for tensor in written):
-                self.step_begins()
-        if not self.draws.active:
+            if any(steps.by_hand.holds(tensor) for tensor in written):
+                steps.begin_step_by_hand()
+        if not draws.active:
             if kwargs.get("generator") is not None and is_draw(function):
-                self.draws.note_between()
+                draws.note_between()
             return function(*args, **kwargs)
         if not is_draw(function):
             return function(*args, **kwargs)
-        return self.draws.record_or_replay_operation(function, args, kwargs)
+        return draws.record_or_replay_operation(function, args, kwargs)
 
 
-def install(draws: Draws, by_hand: OptimizerByHand, step_begins: Callable[[], None]) -> None:
-    """Watch every operation; call `step_begins` before the script itself writes to a parameter."""
-    OperationWatcher(draws, by_hand, step_begins).__enter__()
+def install(run: RankRun) -> None:
+    OperationWatcher(run).__enter__()

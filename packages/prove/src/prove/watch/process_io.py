@@ -27,7 +27,7 @@ from prove.rank_record import (
     Ended,
     Flag,
     PrintedText,
-    calls_file,
+    RankFile,
 )
 from prove.watch.rank_run import OWN_FOLDERS, RankRun, callers, source_line, wrap, wrap_everywhere
 
@@ -63,7 +63,7 @@ def watch_collective(run: RankRun, name: str, printed_name: str = "") -> None:
         )
         if len(run.record.collectives) < MAX_COLLECTIVES:
             run.record.collectives.append(progress.collective)
-            with calls_file(run.settings.folder, run.settings.name, run.record.rank).open("a") as f:
+            with run.file(RankFile.CALLS).open("a") as f:
                 f.write("\t".join(progress.collective) + "\n")
         note_precision(run, [*args, *kwargs.values()])
         if has_no_backward(run, progress.collective, args):

@@ -20,14 +20,13 @@ NUMPY_DRAWS = [
 ]  # fmt: skip
 
 
-def install(run: RankRun) -> Draws:
-    draws = Draws(run)
+def install(run: RankRun) -> None:
+    run.draws = draws = Draws(run)
     run.at_end.append(draws.finish)
     watch_resets(draws)
     watch_random(draws)
     if random_state.numpy_random():
         watch_numpy(draws)
-    return draws
 
 
 def run_watched(

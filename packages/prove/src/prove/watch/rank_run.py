@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import wraps
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -29,12 +30,10 @@ from prove.rank_record import (
     LoaderPass,
     Mode,
     RaisedError,
+    RankFile,
     RankRecord,
     Settings,
     end_process,
-    gradients_file,
-    record_file,
-    tensors_file,
 )
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -147,7 +146,11 @@ class RankRun:
         self.in_second_epoch = False
         self.running_modules: list[torch.nn.Module] = []  # modules in forward, the innermost last
         self.current_loader_pass: LoaderPass | None = None  # the pass of the last batch
-        self.models: Any  # a ModelWatcher, set by model.py
+        # The other watchers of this rank; observe.install() makes them in this order.
+        self.draws: Any  # a Draws
+        self.feeder: Any = None  # a Feeder, only in a replay
+        self.models: Any  # a ModelWatcher
+        self.loop_watcher: Any = None  # a LoopWatcher, only if operations are watched
         self.at_end: list[Callable[[], None]] = []  # functions that complete the record
         self.writing = threading.Lock()
         self.begin_in_this_process()
@@ -165,6 +168,11 @@ class RankRun:
             self.joined = True
             multiprocessing.util.Finalize(None, self.write, (Ended.FINISHED,), exitpriority=100)
             threading.Thread(target=self.write_until_end, daemon=True).start()
+
+    def file(self, kind: RankFile, rank: int | None = None) -> Path:
+        """Name a file of this run; `rank` says of which rank, by default of this one."""
+        rank = self.record.rank if rank is None else rank
+        return kind.of(self.settings.folder, self.settings.name, rank)
 
     def note_event(self) -> None:
         self.record.progress.events += 1
@@ -200,7 +208,7 @@ class RankRun:
         progress.in_ddp = frame is not None and frame.f_code.co_filename == DDP_FILE
         progress.is_loading = frame is not None and is_loading(frame)
         record.ended = ended
-        record.write(record_file(self.settings.folder, self.settings.name, record.rank))
+        record.write(self.file(RankFile.RECORD))
 
     def write_until_end(self) -> None:
         """Write the record again and again, because a killed rank leaves nothing else."""
@@ -223,17 +231,15 @@ class RankRun:
         with self.writing:
             self.written = True
             self.write_record(ended)
-        place = (self.settings.folder, self.settings.name, self.record.rank)
-        save_tensors(self.gradients, gradients_file(*place))
-        save_tensors(self.tensors, tensors_file(*place))
+        save_tensors(self.gradients, self.file(RankFile.GRADIENTS))
+        save_tensors(self.tensors, self.file(RankFile.TENSORS))
 
     def end_early(self) -> None:
         """End this rank, as soon as all ranks are here: leaving early would break the others."""
         self.write(Ended.WHEN_SEEN)
-        settings, world_size = self.settings, self.record.world_size
-        files = [tensors_file(settings.folder, settings.name, rank) for rank in range(world_size)]
+        ends = [self.file(RankFile.TENSORS, rank) for rank in range(self.record.world_size)]
         end = time.monotonic() + SECONDS_FOR_OTHERS
-        while time.monotonic() < end and not all(file.exists() for file in files):
+        while time.monotonic() < end and not all(file.exists() for file in ends):
             time.sleep(0.02)
         end_process(0)
 

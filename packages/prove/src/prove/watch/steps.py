@@ -14,8 +14,6 @@ from torch.optim.optimizer import (
 
 from prove.comparable import comparable
 from prove.rank_record import OptimizerRecord, OptimizerStep, Projection
-from prove.watch.draws import Draws
-from prove.watch.feeder import Feeder
 from prove.watch.model_tensors import (
     full_copies,
     momenta_of,
@@ -38,7 +36,7 @@ class FunctionalParameters:
 
     def __init__(self, named: dict[str, Tensor], batch: tuple[int, int]) -> None:
         self.names, self.batch = list(named), batch
-        self.param_groups: list[dict] = [{"params": list(named.values()), "lr": 0.0}]
+        self.param_groups: list[dict] = [{"params": list(named.values())}]  # and no learning rate
 
 
 @dataclass
@@ -61,8 +59,8 @@ class LocalGradient:
 class StepWatcher:
     """Watches the optimizers of this rank, the oldest first, and records their steps."""
 
-    def __init__(self, run: RankRun, draws: Draws, feeder: Feeder | None) -> None:
-        self.run, self.draws, self.feeder = run, draws, feeder  # the feeder exists only in a replay
+    def __init__(self, run: RankRun) -> None:
+        self.run = run
         self.optimizers: list[Any] = []  # torch optimizers, and stand-ins for steps by hand
         self.by_hand = OptimizerByHand()
         self.weights_by_hand: list[Tensor] = []  # weights before the first step by hand
@@ -104,11 +102,11 @@ class StepWatcher:
     def begin_batch(self, batch: tuple[int, int], sizes: list[int], sources: list[dict]) -> None:
         """Assign draws and changes from here on to this batch, until its end."""
         self.note_weights_at_batch()
-        self.draws.begin_batch(batch, sizes, sources)
+        self.run.draws.begin_batch(batch, sizes, sources)
 
     def end_batch(self) -> None:
         """End a batch, and with it a step that the script makes by hand."""
-        self.draws.end_batch()
+        self.run.draws.end_batch()
         self.end_step_by_hand()
 
     def begin_forward(self) -> None:
@@ -136,7 +134,7 @@ class StepWatcher:
         """Begin a step when the script itself first writes to a parameter."""
         if self.depth or self.in_step_by_hand:
             return
-        with self.draws.paused():
+        with self.run.draws.paused():
             if self.by_hand not in self.optimizers:
                 self.optimizers.append(self.by_hand)
                 self.run.record.optimizers.append(
@@ -183,7 +181,7 @@ class StepWatcher:
     def record_step(self, optimizer: Any) -> None:
         run, optimizer_index = self.run, self.optimizers.index(optimizer)
         steps = run.record.optimizers[optimizer_index].steps
-        with self.draws.paused():
+        with self.run.draws.paused():
             if len(steps) < MAX_STEPS:
                 steps.append(self.step_of(optimizer))
                 self.schedule_settings.setdefault(optimizer_index, []).append(
@@ -193,8 +191,8 @@ class StepWatcher:
                     run.gradients[optimizer_index] = full_copies(
                         [p.grad for p in parameters_of(optimizer)]
                     )
-            if self.feeder:
-                self.feeder.use_recorded_schedule(optimizer, optimizer_index, len(steps) - 1)
+            if self.run.feeder:
+                self.run.feeder.use_recorded_schedule(optimizer, optimizer_index, len(steps) - 1)
         self.exchanges_before = run.exchanges
 
     def step_of(self, optimizer: Optimizer) -> OptimizerStep:
@@ -229,7 +227,7 @@ class StepWatcher:
         if self.depth or optimizer not in self.optimizers:
             return
         run = self.run
-        with self.draws.paused():
+        with self.run.draws.paused():
             self.record_weights_after(optimizer)
         run.note_event()
         # The script may only copy master weights, which an optimizer has stepped.
@@ -304,7 +302,7 @@ class StepWatcher:
         nothing: list = [None] * len(new)
         epoch = run.current_loader_pass.epoch if run.current_loader_pass else 0
         step = OptimizerStep(
-            source_line(), before.batch[1], epoch, run.current_batch_size(), [0.0], 1.0, "",
+            source_line(), before.batch[1], epoch, run.current_batch_size(), [], 1.0, "",
             weights_before, nothing, nothing, False, weights_after,
         )  # fmt: skip
         if len(run.record.optimizers[optimizer_index].steps) < MAX_STEPS:
@@ -346,8 +344,8 @@ def moments_of(optimizer: Any, p: Tensor) -> dict[str, Projection]:
     }
 
 
-def install(run: RankRun, draws: Draws, feeder: Feeder | None) -> StepWatcher:
-    steps = StepWatcher(run, draws, feeder)
+def install(run: RankRun) -> StepWatcher:
+    steps = StepWatcher(run)
 
     @wrap(Optimizer, "__init__")
     def init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
