@@ -78,7 +78,7 @@ def programs(device: str) -> list[GpuStep]:
         GpuStep("units", ("05_amp_syncbn/formats.py",)),
         GpuStep("fit", ("01_single_gpu/fit.py", "--model=resnet50", "--memory-limit=8GiB")),
         GpuStep("example", (f"{ROOT}/beyond/convert/examples/segmentation.py",), in_folder=True),
-        GpuStep("prove", ("-m", "prove", "--json={folder}/prove.json", *two_ranks), 90),
+        GpuStep("prove", ("-m", "prove", *two_ranks), 90),
     ]
 
 
@@ -140,7 +140,8 @@ def list_steps(device: str) -> list[GpuStep]:
     steps = [
         first,
         tests(),
-        GpuStep("tour", ("benchmarks/tour.py", "--ranks=2", *here), 120),
+        # Its report is kept, its numbers are not: they lie one folder deeper.
+        GpuStep("tour", ("benchmarks/tour.py", "--ranks=2", *here, f"{RUN}/tour"), 120),
         *(replace(step, beside_others=True) for step in (*programs(device), *only_on_gpus)),
         *loaders(device),
         timeline(device),

@@ -74,8 +74,8 @@ ORIGIN = {"commit": "c8ab422", "hardware": "1 x GPU", "torch": "2.11.0"}
 
 def run_steps(folder: Path, *steps: GpuStep, seconds: float = inf, **origin: str) -> dict:
     report = gpu.Report(folder, ORIGIN | origin)
-    left = [step for step in steps if report.is_left(step)]
-    gpu.run_all(left, report, seconds)
+    missing = [step for step in steps if report.is_missing(step)]
+    gpu.run_all(missing, report, seconds)
     return json.loads((folder / "gpu.json").read_text())["steps"]
 
 
