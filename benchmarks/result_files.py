@@ -86,7 +86,7 @@ def origin_line(origin: Results) -> str:
 def json_text(value: Any, indent: str = "") -> str:
     """Format JSON with one line for each object that holds no other one, so a diff can be read."""
     text = json.dumps(value)
-    if text.count("{") < 2:
+    if text.count("{") < 2 or isinstance(value, str):
         return text
     deeper = f"{indent}  "
     if isinstance(value, dict):
