@@ -1,6 +1,6 @@
 """Links lead somewhere, and terms are explained before they are used.
 
-What is checked of a page stands in docs/tools/check_pages.py.
+What is checked of a page stands in page_faults.py.
 """
 
 import re
@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import update_translations as translations
-from check_pages import faults
-from repository_pages import ALL_PAGES, CHINESE, ROOT, part_of_file, part_of_lesson
+import translations
+from page_faults import faults
+from page_sources import part_of_file, part_of_lesson
+from repository_pages import ALL_PAGES, CHINESE, ROOT
 
 STAGE, PAGE = "01_single_gpu/README.md", "01_single_gpu/fit.md"
 CONTROLS = [  # a page, what is added to it, and what is found then
