@@ -28,7 +28,6 @@ def start(step: GpuStep, folder: Path, output: Path) -> subprocess.Popen:
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",  # a crash shows the line of Python
-        **dict(step.variables),
     }
     with output.open("w") as file:
         return subprocess.Popen(
