@@ -16,7 +16,7 @@ TYPED += $(wildcard packages/*/src/*/*.py packages/*/evidence/*.py packages/*/ev
 TYPED += $(wildcard $(addprefix packages/prove/src/prove/,checks/*.py judge/*.py watch/*.py))
 TYPED := $(filter-out %/train.py %/minimal.py, $(TYPED))
 
-.PHONY: help tour test test-course test-prove test-shm format lint break puzzle check-pages bench
+.PHONY: help tour test test-course test-prove test-shm format lint break puzzle bench
 .PHONY: gpu pictures notebooks bench-all faults shm-suite pages-quick pages site serve clean
 
 help:  ## this list
@@ -53,9 +53,6 @@ break: $(VENV)/ready  ## try a row of a "Break it" table: STAGE=04 ROW=2; withou
 
 puzzle: $(VENV)/ready  ## find the mistake in a script, and have it judged: N=3; HINT=1 shows prove's table
 	@$(RUN) beyond/puzzles/check_answer.py $(N) $(if $(HINT),--hint) $(if $(SHOW),--show)
-
-check-pages: $(VENV)/ready  ## how many words each page has, and what is wrong with it
-	$(RUN) docs/tools/check_pages.py
 
 bench: $(VENV)/ready  ## measure what the notebooks show on this machine: benchmarks/results/machines/HARDWARE.json
 	$(RUN) benchmarks/bench.py stages $(FLAGS)

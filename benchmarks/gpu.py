@@ -37,7 +37,7 @@ from benchmarks.result_files import RESULTS, Results, file_name, hardware, prove
 from common.options import Parser, UsageError, exit_on, int_at_least
 from local_ranks.chapters import ROOT
 
-PICTURES = ("timeline.svg", "report.md")  # what a command leaves for people to look at
+SHOWN = ("timeline.svg", "tour/report.md")  # what a command leaves for people to look at
 SECONDS_APART = 15  # time to import torch before the first step, and to end the last one
 SAME = ("hardware", "torch")  # all results of a file share them; each step has its own commit
 
@@ -55,18 +55,19 @@ class Report:
             if all(older["provenance"][key] == origin[key] for key in SAME):
                 self.results["steps"] = older["steps"]
 
-    def is_left(self, step: GpuStep) -> bool:
+    def is_missing(self, step: GpuStep) -> bool:
+        """Is there no good result of this step with the present commit?"""
         row = self.results["steps"].get(step.name, {})
         return not row.get("good") or row["commit"] != self.commit
 
-    def add(self, step: GpuStep, row: Results, left: Path) -> None:
+    def add(self, step: GpuStep, row: Results, scratch: Path) -> None:
         with self.lock:
-            output = (left / "output.txt").read_text(errors="replace")
+            output = (scratch / "output.txt").read_text(errors="replace")
             with (self.folder / "log.txt").open("a") as log:
                 log.write(f"\n$ {row['command']}\n{output}")
-            for name in PICTURES:
-                if (left / name).exists():
-                    shutil.copy(left / name, self.folder)
+            for name in SHOWN:
+                if (scratch / name).exists():
+                    shutil.copy(scratch / name, self.folder)
             self.results["steps"][step.name] = row | {"commit": self.commit}
             write_json(self.file.with_suffix(".tmp"), self.results)
             self.file.with_suffix(".tmp").replace(self.file)
@@ -82,12 +83,12 @@ def run_all(steps: Iterable[GpuStep], report: Report, seconds: float) -> list[st
 
         def run_one(numbered: tuple[int, GpuStep]) -> None:
             number, step = numbered
-            left = min(step.seconds, deadline - time.monotonic())
-            if left <= 0:
+            seconds_left = min(step.seconds, deadline - time.monotonic())
+            if seconds_left <= 0:
                 late.append(step.name)
                 return
             folder = Path(scratch, str(number))
-            report.add(step, run(step, folder, left), folder)
+            report.add(step, run(step, folder, seconds_left), folder)
 
         for beside, group in groupby(enumerate(steps), lambda each: each[1].beside_others):
             workers = max(1, (os.cpu_count() or 1) // 2) if beside else 1
@@ -143,16 +144,16 @@ def main() -> None:
         return print(*(step.text for step in steps), sep="\n")
     origin = provenance(args.device, command="python benchmarks/gpu.py", machine=describe_machine())
     report = Report(args.out, origin)
-    left = [step for step in steps if report.is_left(step)]
+    missing = [step for step in steps if report.is_missing(step)]
     if args.device == "cpu":
         print("a rehearsal on the CPU, in small: its numbers mean nothing")
-    print(f"{origin['hardware']}: {len(left)} of {len(steps)} commands are left", flush=True)
+    print(f"{origin['hardware']}: {len(missing)} of {len(steps)} commands are left", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # run_all then ends its commands
-    late = run_all(left, report, args.seconds or math.inf)
+    late = run_all(missing, report, args.seconds or math.inf)
     if late:
         print(f"no time was left for: {', '.join(late)}")
     print(f"wrote {args.out}")
-    if any(map(report.is_left, steps)):
+    if any(map(report.is_missing, steps)):
         raise SystemExit(1)  # log.txt says why; a second call tries again what failed
 
 

@@ -28,7 +28,6 @@ def start(step: GpuStep, folder: Path, output: Path) -> subprocess.Popen:
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",  # a crash shows the line of Python
-        **dict(step.variables),
     }
     with output.open("w") as file:
         return subprocess.Popen(
@@ -57,8 +56,8 @@ def kill_all_of(folder: Path) -> None:
     A process that the driver holds back does not end: it is not waited for longer than 10 s.
     """
     end_of_wait = time.monotonic() + 10
-    while (left := processes_of(folder)) and time.monotonic() < end_of_wait:
-        for pid in left:
+    while (running := processes_of(folder)) and time.monotonic() < end_of_wait:
+        for pid in running:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
@@ -94,11 +93,11 @@ def run(step: GpuStep, folder: Path, seconds: float) -> Results:
 
 
 def results_in(folder: Path) -> Results:
-    """Read what a command has left: JSON files, summaries of runs, and how each test ended."""
+    """Read what a command has left: JSON files, and how each test ended."""
     results: Results = {}
-    for path in (*folder.glob("*.json"), *folder.glob("*/summary.json")):
+    for path in folder.glob("*.json"):
         with suppress(ValueError):  # a file may be cut off
-            results[str(path.relative_to(folder).with_suffix(""))] = json.loads(path.read_text())
+            results[path.stem] = json.loads(path.read_text())
     if (folder / "tests.xml").exists():
         with suppress(ElementTree.ParseError):
             cases = ElementTree.parse(folder / "tests.xml").iter("testcase")

@@ -31,12 +31,10 @@ class GpuStep:
     in_folder: bool = False  # started there, because it writes where it is started
     beside_others: bool = False  # nothing is timed: it may run while its neighbors do
     is_refused: bool = False  # the command must fail
-    variables: tuple[tuple[str, str], ...] = ()
 
     @property
     def text(self) -> str:
-        variables = [f"{name}={value}" for name, value in self.variables]
-        text = " ".join([*variables, "python", *self.command])
+        text = " ".join(["python", *self.command])
         return text.replace(sys.executable, "python").replace(f"{ROOT}/", "")
 
 
@@ -78,7 +76,7 @@ def programs(device: str) -> list[GpuStep]:
         GpuStep("units", ("05_amp_syncbn/formats.py",)),
         GpuStep("fit", ("01_single_gpu/fit.py", "--model=resnet50", "--memory-limit=8GiB")),
         GpuStep("example", (f"{ROOT}/beyond/convert/examples/segmentation.py",), in_folder=True),
-        GpuStep("prove", ("-m", "prove", "--json={folder}/prove.json", *two_ranks), 90),
+        GpuStep("prove", ("-m", "prove", *two_ranks), 90),
     ]
 
 
@@ -86,16 +84,12 @@ def what_a_gpu_refuses() -> list[GpuStep]:
     """What cannot be rehearsed: only a GPU runs it over nccl, or refuses to."""
     nccl = ("03_ddp_manual_allreduce/collectives.py", "--world-size=1", "--backend=nccl")
     alone = torch.cuda.device_count() == 1  # with more GPUs, nothing is refused
-    allowed = (("NCCL_MULTI_RANK_GPU_ENABLE", "1"),)  # two ranks a GPU, from NCCL 2.30 on
-    older = torch.cuda.nccl.version() < (2, 30)
-    on_two, smallest = ranks(2, STAGE_04, RUN), ranks(2, MINIMAL)
     fsdp = ranks(2, SHARD, "--library", "--backend=gloo", RUN)
     return [
         GpuStep("collectives over nccl", nccl),
         GpuStep("FSDP over gloo", fsdp, is_refused=True),
-        GpuStep("two ranks over nccl", on_two, is_refused=alone),
-        GpuStep("two of minimal", smallest, in_folder=True, is_refused=alone),
-        GpuStep("two that may", on_two, is_refused=alone and older, variables=allowed),
+        GpuStep("two ranks over nccl", ranks(2, STAGE_04, RUN), is_refused=alone),
+        GpuStep("two of minimal", ranks(2, MINIMAL), in_folder=True, is_refused=alone),
     ]
 
 
@@ -140,7 +134,8 @@ def list_steps(device: str) -> list[GpuStep]:
     steps = [
         first,
         tests(),
-        GpuStep("tour", ("benchmarks/tour.py", "--ranks=2", *here), 120),
+        # Its report is kept, its numbers are not: they lie one folder deeper.
+        GpuStep("tour", ("benchmarks/tour.py", "--ranks=2", *here, f"{RUN}/tour"), 120),
         *(replace(step, beside_others=True) for step in (*programs(device), *only_on_gpus)),
         *loaders(device),
         timeline(device),

@@ -83,9 +83,24 @@ def origin_line(origin: Results) -> str:
     return f"{origin['hardware']}, torch {version}, {origin['date']}."
 
 
+def json_text(value: Any, indent: str = "") -> str:
+    """Format JSON with one line for each object that holds no other one, so a diff can be read."""
+    text = json.dumps(value)
+    if text.count("{") < 2 or isinstance(value, str):
+        return text
+    deeper = f"{indent}  "
+    if isinstance(value, dict):
+        start, end = "{}"
+        lines = [f"{json.dumps(key)}: {json_text(each, deeper)}" for key, each in value.items()]
+    else:
+        start, end = "[]"
+        lines = [json_text(each, deeper) for each in value]
+    return f"{start}\n{deeper}" + f",\n{deeper}".join(lines) + f"\n{indent}{end}"
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    path.write_text(json_text(content) + "\n")
 
 
 def save(path: Path, results: Results) -> None:

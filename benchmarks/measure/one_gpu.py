@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-import collectives
 import peak
 from benchmarks.measure.sections import section
 from benchmarks.measure.timing import Effort, interleave_steps, summarize, timed
 from benchmarks.result_files import Results
-from local_ranks.ranks import RankError, run_ranks
+from local_ranks.ranks import run_ranks
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -214,17 +213,8 @@ def time_all_reduces(rank: int, rounds: int, sizes: tuple[int, ...], on_gpu: boo
 
 @section("gloo", seconds_on_gpu=60)
 def measure_gloo(effort: Effort) -> Results:
-    """Try each collective on two ranks that share a GPU, and time an all-reduce."""
-    answers = Results()
-    for name in [*collectives.LESSONS][: 2 if effort.quick else None]:
-        try:
-            ranks = run_ranks(
-                2, collectives.play, name, device=effort.device, seconds=30, quiet=True
-            )
-            answers[name] = [after for _, after in ranks]
-        except (RankError, TimeoutError) as error:
-            answers[name] = str(error).strip().splitlines()[-1]
+    """Time an all-reduce between two ranks, which share a GPU where there is one."""
     sizes = (2**12,) if effort.quick else (2**12, 2**20, 2**26)
     rounds, on_gpu = min(50, effort.rounds), effort.device == "cuda"
     times, _ = run_ranks(2, time_all_reduces, rounds, sizes, on_gpu, device=effort.device)
-    return {"device": effort.device, "after": answers, "all_reduce": times}
+    return {"device": effort.device, "all_reduce": times}

@@ -254,7 +254,7 @@ def shm_in_place(results: Results) -> str:
 def shm_calls(results: Results) -> str:
     """gloo's time over shm's, of all sizes: the least and the most favorable one."""
     times: dict[str, dict[str, list[float]]] = {}
-    for row in results["calls"]:
+    for row in (*results["rows"], *results["calls"]):
         of_call = times.setdefault(f"{row['ranks']} ranks", {}).setdefault(row["call"], [])
         of_call.append(row["gloo_us"] / row["shm_us"])
     return table_of_columns({ranks: column(row, extremes) for ranks, row in times.items()})

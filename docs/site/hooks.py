@@ -17,7 +17,6 @@ from urllib.parse import unquote
 
 from docutils import nodes
 from latex2mathml.converter import convert
-from myst_parser.slugs import github_slugify, unique_slug
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.project import Project
@@ -25,7 +24,8 @@ from sphinx.transforms import SphinxTransform
 
 from chinese import CHINESE, IN_ENGLISH, Words, moved, translation, word
 from code_pages import code_list, collect
-from repository_pages import MAIN_PATH, WIDGET
+from markers import FENCE, WIDGET
+from repository_pages import MAIN_PATH, slugs
 
 STAGE_PAGES = MAIN_PATH[1:]
 SWITCH = r"\A\[(中文|English)\]\(.*\)\n"  # of the language: the site has its own
@@ -74,14 +74,6 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
     source[0] = WIDGET.sub(r'<div class="widget" data-widget="\1"></div>', text)
 
 
-def slugs(text: str) -> list[str]:
-    text, slugs = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S), list[str]()
-    for heading in re.findall(r"^#+ (.+)$", text, re.M):
-        plain = re.sub(r"\[(.+?)\]\(.+?\)", r"\1", heading)
-        slugs.append(unique_slug(github_slugify(plain), slugs))
-    return slugs
-
-
 class AsOnGitHub(SphinxTransform):
     """Anchors, links, diagrams, and the pages that hang below this one in the navigation."""
 
@@ -113,7 +105,7 @@ class AsOnGitHub(SphinxTransform):
             node["ids"].sort(key=lambda name, slug=node["slug"]: name != slug)
         if translation(self.app, self.env.docname):
             english = Path(self.env.doc2path(self.env.docname)).read_text(encoding="utf-8")
-            for node, slug in zip(sections, slugs(english), strict=False):
+            for node, slug in zip(sections, slugs(FENCE.sub("", english)), strict=False):
                 if slug not in self.document.ids:
                     node["ids"].append(slug)
 

@@ -1,7 +1,8 @@
 """Write into the pages what their programs print today, and what files and results hold.
 
-    python docs/tools/refresh_pages.py            # as `make pages`
-    python docs/tools/refresh_pages.py --quick    # as `make pages-quick`: it runs no program
+    python docs/tools/refresh_pages.py               # as `make pages`
+    python docs/tools/refresh_pages.py --quick       # as `make pages-quick`: it runs no program
+    python docs/tools/refresh_pages.py --translated  # after a translation: none is older
 
 It writes the quoted parts of diffs and of files, the tables, and every output whose command a page
 names; but first it runs the tour, and stores its results. Last come the Chinese pages.
@@ -10,36 +11,30 @@ names; but first it runs the tour, and stores its results. Last come the Chinese
 import json
 import re
 from argparse import ArgumentParser
+from collections.abc import Callable
 
-import update_translations
+import translations
 from benchmarks.result_files import RESULTS, save
 from benchmarks.tables.pages import text_of
-from repository_pages import ALL_PAGES, ROOT, TABLE, fences, quotation, shell, without_speeds
-
-
-def run(command: str) -> str:
-    print(command, flush=True)
-    return shell(command, seconds=3600)
+from markers import TABLE, Fence, fences_of
+from page_sources import output, quotation, shell
+from repository_pages import ALL_PAGES, ROOT
 
 
 def run_tour() -> None:
-    run("python benchmarks/tour.py")
+    shell("python benchmarks/tour.py", seconds=3600)
     results = json.loads((ROOT / "runs/tour/tour.json").read_text())
     save(RESULTS / "tour.json", results)
 
 
-def write_outputs() -> None:
-    for fence in reversed(fences("text", ALL_PAGES)):  # from the end: places stay right
-        if fence.command:
-            fence.write(without_speeds(run(fence.command)))
-
-
-def write_quotations() -> None:
-    for kind in ("diff", "python"):
-        for fence in reversed(fences(kind, ALL_PAGES)):
-            shown = quotation(fence)
+def write_fences(text_for: Callable[[Fence], str | None]) -> None:
+    """Write each fence that has a text now; text_for returns None for the others."""
+    for page in ALL_PAGES:
+        for fence in reversed(fences_of(page)):  # from the end: places stay right
+            shown, (start, end) = text_for(fence), fence.place
             if shown is not None:
-                fence.write(shown)
+                before = page.read_text()
+                page.write_text(before[:start] + shown + before[end:])
 
 
 def fresh_table(match: re.Match[str]) -> str:
@@ -54,14 +49,16 @@ def write_tables() -> None:
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="run neither the tour nor a command")
+    add = parser.add_argument
+    add("--quick", action="store_true", help="run neither the tour nor a command")
+    add("--translated", action="store_true", help="the same, and call no Chinese page older")
     args = parser.parse_args()
-    if not args.quick:
+    if not (args.quick or args.translated):
         run_tour()
-        write_outputs()
+        write_fences(output)
     write_tables()
-    write_quotations()
-    update_translations.update()
+    write_fences(quotation)
+    translations.update(args.translated)
 
 
 if __name__ == "__main__":

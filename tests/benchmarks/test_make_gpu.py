@@ -23,7 +23,6 @@ from repository_pages import TEST_FILES
 @pytest.fixture
 def one_gpu(monkeypatch):
     monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(gpu.torch.cuda.nccl, "version", lambda: (2, 28, 9))
 
 
 @pytest.mark.usefixtures("one_gpu")
@@ -60,8 +59,8 @@ ORIGIN = {"commit": "c8ab422", "hardware": "1 x GPU", "torch": "2.11.0"}
 
 def run_steps(folder: Path, *steps: GpuStep, seconds: float = inf, **origin: str) -> dict:
     report = gpu.Report(folder, ORIGIN | origin)
-    left = [step for step in steps if report.is_left(step)]
-    gpu.run_all(left, report, seconds)
+    missing = [step for step in steps if report.is_missing(step)]
+    gpu.run_all(missing, report, seconds)
     return json.loads((folder / "gpu.json").read_text())["steps"]
 
 

@@ -27,8 +27,10 @@ from convert_cases import (
 from helpers.on_ranks import on_ranks, run_on_ranks
 from helpers.outputs import differences
 from helpers.scripts import run_script
+from markers import fences
+from page_sources import shell
 from prove_runs import TORCHRUN, run
-from repository_pages import ROOT, fences, shell
+from repository_pages import ROOT
 
 SCRIPTS = [(CLASSIFIER, 80, [15] * 6), (DETECTOR, 230, [31, 14, 22])]
 
@@ -110,7 +112,11 @@ def test_the_commands_of_the_page_lead_to_the_script_for_many_gpus(
     folder, steps, original, tmp_path
 ):
     shown = fences("bash", [folder / "README.md"])
-    first, *quick = [f"{x.text.strip()} {x.note[18:]}" for x in shown if "nothing" not in x.note]
+    first, *quick = [
+        f"{x.text.strip()} {x.value.removeprefix('add ')}"
+        for x in shown
+        if "nothing" not in x.value
+    ]
     (tmp_path / "root").mkdir()
     for name in ("beyond", "common"):
         (tmp_path / "root" / name).symlink_to(ROOT / name)

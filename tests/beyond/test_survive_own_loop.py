@@ -8,7 +8,7 @@ import torch
 
 from helpers.scripts import launch_script, run_script
 from local_ranks.stage_files import LESSON_FOLDERS
-from repository_pages import fences
+from markers import fences
 
 OWN_LOOP = LESSON_FOLDERS["survive"] / "own_loop.py"
 NAMES = ("launch", "agree", "watchdog", "durable", "rank_loader")

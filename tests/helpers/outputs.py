@@ -14,7 +14,7 @@ from io import StringIO
 from unittest.mock import patch
 
 from helpers.machine import in_time
-from repository_pages import fences
+from markers import fences
 
 ROUNDING_ERROR = 1e-12
 NUMBER = re.compile(r"<?(?<![\w.])-?\d+(?:,\d{3})*(?P<decimals>\.\d+)?(?P<exponent>e[+-]?\d+)?")

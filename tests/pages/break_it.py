@@ -13,9 +13,10 @@ from pathlib import Path
 from shutil import copytree
 from tempfile import TemporaryDirectory
 
-import repository_pages
 from local_ranks.chapters import ROOT
 from local_ranks.stage_files import LESSON_FOLDERS, NOT_COPIED, Change, changed_source
+from markers import fences
+from repository_pages import ALL_PAGES, TEST_FILES
 
 ROW = re.compile(r"^\| `(.+?)` \| `([\w.]+)` \| `(test_\w+)` \|$", re.M)  # line, file, test
 
@@ -32,27 +33,36 @@ class BreakRow:
         return f"{file} with\n{new[0].rstrip()}" if new else f"{file} without `{old}`"
 
 
+def sides(diff: str) -> tuple[str, str]:
+    """The text before and after the change that a diff shows."""
+    lines = diff.splitlines(keepends=True)
+    return (
+        "".join(line[1:] or "\n" for line in lines if line[:1] in " -\n"),
+        "".join(line[1:] or "\n" for line in lines if line[:1] in " +\n"),
+    )
+
+
 def rows_of(key: str) -> list[BreakRow]:
     """The rows of the README and of the other pages: of their tables, and what diffs show."""
     folder, rows = LESSON_FOLDERS[key], []
-    pages = [page for page in repository_pages.ALL_PAGES if page.is_relative_to(folder)]
+    pages = [page for page in ALL_PAGES if page.is_relative_to(folder)]
     for page in sorted(pages, key=lambda page: (page != folder / "README.md", page)):
         beside = page.parent.relative_to(folder)  # a page names the files beside it
         on_page: list[tuple[int, BreakRow]] = []  # rows with their places
         for cells in ROW.finditer(page.read_text()):
             line, file, test = cells.groups()
             on_page.append((cells.start(), BreakRow(key, ((beside / file).as_posix(), line), test)))
-        for fence in repository_pages.fences("diff", [page]):
-            if match := repository_pages.BREAK.fullmatch(fence.note):
-                file = (beside / match["file"]).as_posix()
-                change = (file, *repository_pages.sides(fence.text))
-                on_page.append((fence.place[0], BreakRow(key, change, match["test"])))
+        for fence in fences("diff", [page]):
+            if fence.marker == "break it":
+                file, test = fence.value.split()
+                change = ((beside / file).as_posix(), *sides(fence.text))
+                on_page.append((fence.place[0], BreakRow(key, change, test)))
         rows += [row for _, row in sorted(on_page, key=lambda placed: placed[0])]
     return rows
 
 
 def file_of(test: str) -> Path:
-    return next(path for path in repository_pages.TEST_FILES if f"def {test}(" in path.read_text())
+    return next(path for path in TEST_FILES if f"def {test}(" in path.read_text())
 
 
 def try_row(row: BreakRow) -> bool:

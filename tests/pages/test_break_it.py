@@ -13,7 +13,7 @@ from helpers.outputs import differences
 from helpers.scripts import run_script
 from local_ranks.ranks import RankError
 from local_ranks.stage_files import LESSON_FOLDERS, changed_source
-from repository_pages import fences
+from markers import fences
 
 ROWS = [row for key in LESSON_FOLDERS for row in rows_of(key)]
 # Of the first row, which the README tells: "0.77 apart where 1e-10 was allowed".

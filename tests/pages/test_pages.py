@@ -1,6 +1,6 @@
 """Links lead somewhere, and terms are explained before they are used.
 
-What is checked of a page stands in docs/tools/check_pages.py.
+What is checked of a page stands in page_faults.py.
 """
 
 import re
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import update_translations as translations
-from check_pages import faults
+import translations
+from page_faults import faults
 from repository_pages import ALL_PAGES, CHINESE, ROOT
 
 STAGE, PAGE = "01_single_gpu/README.md", "01_single_gpu/fit.md"

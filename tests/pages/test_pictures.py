@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks import result_files
 from docs.pictures import draw, timeline
-from repository_pages import ALL_PAGES, CHINESE, WIDGET
+from markers import WIDGET
+from repository_pages import ALL_PAGES, CHINESE
 
 
 @pytest.mark.parametrize("name", draw.PICTURES)

@@ -10,17 +10,9 @@ from benchmarks.tables.pages import text_of
 from helpers.outputs import differences
 from helpers.scripts import launch_script, run_script
 from local_ranks.machine import scratch_folder
-from repository_pages import (
-    ALL_PAGES,
-    BREAK,
-    CHINESE,
-    IN_SUITE,
-    ROOT,
-    TABLE,
-    fences,
-    quotation,
-    shell,
-)
+from markers import TABLE, fences
+from page_sources import quotation, shell
+from repository_pages import ALL_PAGES, CHINESE, ROOT
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +62,8 @@ def run(command: str, cwd: Path) -> str:
 
 @pytest.mark.parametrize("fence", fences("bash"), ids=lambda fence: fence.name)
 def test_every_command_runs(fence, copy):
-    match = IN_SUITE.fullmatch(fence.note)
-    how, rest = match.groups() if match else ("", "")
-    if how == "nothing":
+    how, _, rest = fence.value.partition(" ")  # add, run, or nothing and a comma
+    if how == "nothing,":
         pytest.skip(f"says the README itself: {rest}")
     text = rest if how == "run" else re.sub(r" +# .*", "", fence.text)
     for name, value in re.findall(r'^(\w+)="(.+)"$', text, re.M):
@@ -93,7 +84,7 @@ def test_the_output_shown_is_the_output(fence, copy):
     assert differences(fence.text, run(fence.command, copy), *fence.tolerances) == []
 
 
-DIFFS = [fence for fence in fences("diff", ALL_PAGES) if not BREAK.fullmatch(fence.note)]
+DIFFS = [fence for fence in fences("diff", ALL_PAGES) if fence.marker != "break it"]
 # The test below is about the first of these diffs, and test_prove.py makes the change of the other.
 TYPED = [
     fence

@@ -12,7 +12,8 @@ import pytest
 
 from local_ranks.chapters import ROOT
 from local_ranks.stage_files import different_functions, functions
-from repository_pages import PARENTS, TEST_FILES, lesson
+from page_sources import PARENTS, lesson
+from repository_pages import TEST_FILES
 
 LIMITS = {  # most lines of a script, and of those that differ from its parent's, if it has one
     "01_single_gpu/train.py": (85, None),

@@ -17,7 +17,7 @@ import failures
 from helpers.machine import GLOO_TIMED_OUT, in_time
 from helpers.outputs import output_of
 from local_ranks.chapters import ROOT
-from repository_pages import fences
+from markers import fences
 
 LATE = "Timed out waiting 2000ms"  # one rank says so; how the other ends is a matter of luck
 PRIOR = "Expected to have finished reduction in the prior iteration"

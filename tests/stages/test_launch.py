@@ -13,7 +13,7 @@ from helpers.scripts import launcher_variables, run_script
 from helpers.small_data import few_digits
 from local_ranks.run_files import Run
 from local_ranks.train_stage import ONE_EPOCH, train_once
-from repository_pages import fences
+from markers import fences
 
 
 def srun(ranks: int, tasks: str) -> dict[str, str]:

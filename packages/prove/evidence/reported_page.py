@@ -2,8 +2,6 @@
 
 Each case is in one of the first counts, reported_before.json and reported_before_second.json in
 results, which were made before prove was changed for any of their cases and are not made again.
-Nor is reported_torch_distributed_debug.json: what TORCH_DISTRIBUTED_DEBUG=DETAIL prints for the
-cases of the first. Its program is in commit 6fc7624.
 """
 
 import json
@@ -33,16 +31,15 @@ the cured script is a false alarm, and the script is *proven* if its row `one ra
 
 `cd packages/prove && python -m evidence reported` counts again, and writes this page.
 """
-DEBUGGED = """\
-`TORCH_DISTRIBUTED_DEBUG=DETAIL` (torch {torch}), which checks that collectives match, says \
-something of {helped} of the {pairs} mistakes of the first set: an error, a hang, or a line that \
-sounds like a warning and that the cured script does not print. On CPUs it needed a hook, without \
-which DDP's constructor crashes. This was counted once; the program and its hook are in the \
-history: `git show 6fc7624:packages/prove/faults/run_faults.py`.
+OTHER_TOOLS = """\
+PyTorch's own `TORCH_DISTRIBUTED_DEBUG=DETAIL`, which checks that collectives match, said \
+something of 5 of the 50 mistakes of the first set: an error, a hang, or a warning that the cured \
+script does not print. It was counted once with torch 2.14.1; the program is in the history: \
+`git show 6fc7624:packages/prove/faults/run_faults.py`.
 
-TrainCheck 0.2.0 is not in the table. It installs beside torch 2.14, but here, without a GPU, \
-none of the scripts that we tried came through its instrumentation: it asks for the driver, and \
-without that line one script ended in a KeyError and another in a segmentation fault.
+TrainCheck 0.2.0 is not compared. It installs beside torch 2.14, but here, without a GPU, none of \
+the scripts that we tried came through its instrumentation: it asks for the driver, and without \
+that line one script ended in a KeyError and another in a segmentation fault.
 """
 
 
@@ -106,19 +103,6 @@ def counts_table(first: dict, now: dict) -> list[str]:
     return lines
 
 
-def debug_alarm(answers: dict) -> str:
-    """Say what TORCH_DISTRIBUTED_DEBUG reports for the mistake, but not for the cure."""
-    script, cure = answers["script"], answers["cure"]
-    if cure is None:
-        return ""
-    if script["status"] is None and cure["status"] is not None:
-        return "hangs"
-    if script["status"] and not cure["status"]:
-        return "ends with an error"
-    news = [line for line in script["alarms"] if line not in cure["alarms"]]
-    return f"prints “{news[0].partition('Warning: ')[2][:80] or news[0][:80]}”" if news else ""
-
-
 def report_link(story: Story) -> str:
     owner, repository, _, number = story.report.removeprefix("https://github.com/").split("/")
     return f"[{owner}/{repository}#{number}]({story.report})"
@@ -126,34 +110,29 @@ def report_link(story: Story) -> str:
 
 def page() -> str:
     firsts = [load(name) for name in FIRST_COUNTS]
-    counted, debugged = load("reported"), load("reported_torch_distributed_debug")
+    counted = load("reported")
     before = pairs(firsts[0]) | pairs(firsts[1])
     now = pairs(counted)
     known = stories("reported-50", "reported-20")
     rows = []
     for story in sorted(known, key=lambda story: story.kind):
-        detail = "not counted"
-        if story.name in debugged["cases"]:
-            detail = debug_alarm(debugged["cases"][story.name]) or "nothing"
         folder = f"mistakes/{story.name}"
         scripts = f"[{story.name}]({folder}/train.py), [cure]({folder}/cure.diff)"
         said = f"{story.mistake} {report_link(story)}"
         cells = f"{before[story.name].cell} | {now[story.name].cell}"
-        rows.append(f"| {story.kind} | {said} | {scripts} | {cells} | {detail} |")
-    helped = sum(bool(debug_alarm(answers)) for answers in debugged["cases"].values())
+        rows.append(f"| {story.kind} | {said} | {scripts} | {cells} |")
     sizes = " and ".join(f"{len(first['cases'])} pairs" for first in firsts)
     tables = [line for first in firsts for line in (*counts_table(first, counted), "")]
     columns = "prove before: mistake; cure | prove now: mistake; cure"
-    detail = DEBUGGED.format(helped=helped, pairs=len(debugged["cases"]), torch=debugged["torch"])
     return "\n".join(
         [
             "# Mistakes that others reported",
             "",
             INTRODUCTION.format(pairs=len(known), sizes=sizes),
             *tables,
-            detail,
-            f"| kind | what was reported | script | {columns} | DETAIL |",
-            "|---" * 6 + "|",
+            OTHER_TOOLS,
+            f"| kind | what was reported | script | {columns} |",
+            "|---" * 5 + "|",
             *rows,
             "",
         ]

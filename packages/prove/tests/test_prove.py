@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import prove
-from evidence.planted import ONE_GPU, planted_cases
+from evidence.planted import planted_cases, right_script
 from prove.checks import CHECKS
 from prove.judge.table import ReplayCheck
 from prove_cases import PACKAGE, planted, training_of
@@ -154,7 +154,7 @@ def test_no_rank_is_forked_from_a_process_that_has_asked_cuda(prove_script):
 
 
 def test_the_original_shows_what_the_conversion_changed(prove_script, tmp_path):
-    (tmp_path / "single.py").write_text(planted(*ONE_GPU))
+    (tmp_path / "single.py").write_text(right_script("plain.one_gpu"))
     loss = "F.cross_entropy(ddp(points), labels)"
     twice_the_loss = planted((loss, f"2 * {loss}"))
     ended = prove_script(twice_the_loss, f"--original={sys.executable} single.py")

@@ -1,6 +1,4 @@
-"""Check the pages: say how long each of them is, and what is wrong with it.
-
-    python docs/tools/check_pages.py    # as `make check-pages`
+"""What is wrong with a page.
 
 Links and anchors lead somewhere, in English and in Chinese. A python fence that is a part of a file
 still is one, a test that a page names exists, and a comment is of a kind that some program reads.
@@ -10,29 +8,14 @@ has at most 900 words.
 """
 
 import re
-import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from tabulate import tabulate
-
-from repository_pages import (
-    ALL_PAGES,
-    CHINESE,
-    COMMENT,
-    FENCED,
-    KINDS,
-    LEFT_OUT,
-    MAIN_PATH,
-    ROOT,
-    SPEED,
-    TEST_FILES,
-    fences,
-)
+from markers import FENCE, KINDS, MARKER, fences, fences_of
+from page_sources import LEFT_OUT, SPEED
+from repository_pages import CHINESE, LINK, MAIN_PATH, ROOT, TEST_FILES, slugs
 
 WORDS = 900  # most words of a page of the main path
-LINK = r"!?\[([^\]]*)\]\([^)]*\)"
 TERM = re.compile(r'^\| (?:<a id="[\w-]+"></a>)+(?P<term>.+?) \|', re.M)  # a row of the glossary
 MAIN_PAGES = [ROOT / folder / "README.md" for folder in MAIN_PATH]
 TESTS = "".join(path.read_text() for path in TEST_FILES)
@@ -40,7 +23,7 @@ TESTS = "".join(path.read_text() for path in TEST_FILES)
 
 def without_fences(page: Path) -> str:
     """The text without comments, too."""
-    return re.sub(r"<!--.*?-->", "", FENCED.sub("", page.read_text()), flags=re.S)
+    return re.sub(r"<!--.*?-->", "", FENCE.sub("", page.read_text()), flags=re.S)
 
 
 def running_text(page: Path) -> str:
@@ -48,19 +31,10 @@ def running_text(page: Path) -> str:
     return re.sub(r"^ *\|.*$", "", without_fences(page), flags=re.M)
 
 
-def word_count(page: Path) -> int:
-    return len(running_text(page).split())
-
-
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives to headings, and those that the page names itself."""
-    text, seen = without_fences(page), Counter()
-    names = set(re.findall(r'<a id="([\w-]+)"></a>', text))
-    for heading in re.findall(r"^#+ (.+)$", text, re.M):
-        slug = re.sub(r"[^\w -]", "", re.sub(LINK, r"\1", heading).lower()).replace(" ", "-")
-        names.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
-        seen[slug] += 1
-    return names
+    text = without_fences(page)
+    return {*slugs(text), *re.findall(r'<a id="([\w-]+)"></a>', text)}
 
 
 def glossary() -> dict[str, set[str]]:
@@ -93,32 +67,23 @@ def faults(page: Path) -> Iterator[str]:
         where = page.parent / file if file else page
         if not where.exists() or (anchor and anchor not in anchors(where)):
             yield f"leads nowhere: {target}"
-    for comment in COMMENT.findall(FENCED.sub("", page.read_text())):
-        if comment.partition(": ")[0] not in KINDS:
-            yield f"has a comment that nothing reads: {comment}"
+    markers = [match["kind"] for match in MARKER.finditer(FENCE.sub("", page.read_text()))]
+    markers += [fence.marker for fence in fences_of(page) if fence.marker]
+    for marker in markers:
+        if marker not in KINDS:
+            yield f"has a comment that nothing reads: {marker}"
     for fence in fences("python", [page]):
-        kind, _, file = fence.note.partition(": ")
-        is_part = kind == "part of" and page not in CHINESE
+        is_part = fence.marker == "part of" and page not in CHINESE
         parts = fence.text.split(LEFT_OUT) if is_part else []
-        if any(part not in (page.parent / file).read_text() for part in parts):
-            yield f"not in {file}: {fence.text}"
+        if any(part not in (page.parent / fence.value).read_text() for part in parts):
+            yield f"not in {fence.value}: {fence.text}"
     for test in set(re.findall(r"`(test_\w+)`", page.read_text())):
         if f"def {test}(" not in TESTS:
             yield f"names a test that is not there: {test}"
     for epoch in SPEED.finditer(page.read_text()):
         yield f"shows the speed of one run: {epoch['speed']} samples/s"
     if page in MAIN_PAGES:
-        if (words := word_count(page)) > WORDS:
+        if (words := len(running_text(page).split())) > WORDS:
             yield f"{words} words, and the main path has at most {WORDS} on a page"
         for term in unexplained_terms(page):
             yield f"used before it is explained: {term}"
-
-
-if __name__ == "__main__":
-    pages = [*MAIN_PAGES, *(page for page in ALL_PAGES if page not in MAIN_PAGES)]
-    rows = [(page.relative_to(ROOT), word_count(page)) for page in pages]
-    print(tabulate(rows, ["page", "words"]))
-    pages += CHINESE
-    found = [f"{page.relative_to(ROOT)}: {fault}" for page in pages for fault in faults(page)]
-    if found:
-        sys.exit("\n".join(found))

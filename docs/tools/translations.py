@@ -1,8 +1,5 @@
 """Write the English fences and numbers into the Chinese pages, and list those that are older.
 
-    python docs/tools/update_translations.py                 # as `make pages-quick` does
-    python docs/tools/update_translations.py --translated    # after a translation: none is older
-
 The Chinese version of README.md is README.zh.md; of a folder's README.md, docs/zh/FOLDER.md. Its
 second line holds a digest of the English prose that it translates. A translation that is older is
 reported, and fails nothing. Fences are copied from the English page while both have the same ones,
@@ -10,10 +7,10 @@ and so are the numbers of measured tables.
 """
 
 import re
-import sys
 from hashlib import sha256
 
-from repository_pages import FENCED, ROOT, SOURCE, TABLE, translated_pages
+from markers import FENCE, TABLE
+from repository_pages import ROOT, translated_pages
 
 NUMBER = re.compile(r"(?<![A-Za-z\d])\d+(?:[.,]\d+)*")
 DIGEST = re.compile(r"<!-- of the English: (\w+) -->")
@@ -21,7 +18,7 @@ DIGEST = re.compile(r"<!-- of the English: (\w+) -->")
 
 def digest(english: str) -> str:
     """Digest the prose: a fence or a measured number that changes needs no new translation."""
-    prose = TABLE.sub("", FENCED.sub("", english.partition("\n## All claims\n")[0]))
+    prose = TABLE.sub("", FENCE.sub("", english.partition("\n## All claims\n")[0]))
     return sha256(" ".join(prose.split()).encode()).hexdigest()[:8]
 
 
@@ -32,7 +29,7 @@ def replace_each(pattern: re.Pattern[str], texts: list[str], chinese: str) -> st
 
 def refreshed(english: str, chinese: str) -> str:
     """The Chinese page with the English page's fences and measured numbers."""
-    for pattern in (FENCED, SOURCE, TABLE):
+    for pattern in (FENCE, TABLE):
         new, old = ([m[0] for m in pattern.finditer(page)] for page in (english, chinese))
         if len(new) == len(old):
             new = [translated(*pair) for pair in zip(new, old, strict=True)]
@@ -42,7 +39,8 @@ def refreshed(english: str, chinese: str) -> str:
 
 def translated(english: str, chinese: str) -> str:
     """A fence is copied; a measured table or a diagram keeps its words and gets the new numbers."""
-    if SOURCE.match(english) or (FENCED.match(english) and not english.startswith("```mermaid")):
+    fence = FENCE.match(english)
+    if fence and fence["language"] != "mermaid":
         return english
     numbers = NUMBER.findall(english)
     if len(numbers) != len(NUMBER.findall(chinese)):
@@ -60,7 +58,3 @@ def update(translated: bool = False) -> None:
         translation.write_text(chinese)
         if DIGEST.findall(chinese) != [digest(english)]:
             print(f"{translation.relative_to(ROOT)} is older than {page.relative_to(ROOT)}")
-
-
-if __name__ == "__main__":
-    update("--translated" in sys.argv)
