@@ -6,17 +6,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mistake:
-    """A list of texts to replace in one of the scripts of packages/prove/evidence/right_scripts.
-
-    With an original, which is also a list of texts to replace, prove compares the script with that.
-    """
+    """Texts to replace in one of the scripts of packages/prove/evidence/right_scripts."""
 
     name: str
     script: str
     verdict: str
     check: str
     changes: tuple[tuple[str, str], ...]
-    original: tuple[tuple[str, str], ...] = ()
 
 
 def planted_in(script: str) -> Callable[..., Mistake]:
