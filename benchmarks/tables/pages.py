@@ -66,7 +66,7 @@ def find_tables() -> dict[str, Table]:
 
 
 def origin_of(results: Results) -> str:
-    """A program that was needed only once is not kept: the commit has it."""
+    """Say where and when it was measured, and how git shows a program that is no longer kept."""
     text = "Measured on {hardware}, with torch {torch}, {date}."
     if "program" in results["provenance"]:
         text += " The program is in its commit: `git show {commit}:{program}`."

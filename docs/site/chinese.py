@@ -64,7 +64,7 @@ def translation(app: Sphinx, docname: str) -> Path | None:
     return path if app.tags.has("zh") and path.exists() else None
 
 
-def moved(app: Sphinx, docname: str, path: Path) -> str:
+def with_rebased_links(app: Sphinx, docname: str, path: Path) -> str:
     """A Chinese page with links as they are where its English page stands."""
     root, here = Path(app.srcdir), Path(app.env.doc2path(docname)).parent
     english = {chinese: page for page, chinese in translated_pages(root)}

@@ -22,7 +22,7 @@ from sphinx.application import Sphinx
 from sphinx.project import Project
 from sphinx.transforms import SphinxTransform
 
-from chinese import CHINESE, IN_ENGLISH, Words, moved, translation, word
+from chinese import CHINESE, IN_ENGLISH, Words, translation, with_rebased_links, word
 from code_pages import code_list, collect
 from markers import FENCE, WIDGET
 from repository_pages import MAIN_PATH, slugs
@@ -65,7 +65,8 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
     if app.env.doc2path(docname).suffix == ".ipynb":
         text = from_notebook(text)
     if path := translation(app, docname):
-        sections, text = re.split(r"^(?=## )", text, flags=re.M), moved(app, docname, path)
+        sections = re.split(r"^(?=## )", text, flags=re.M)
+        text = with_rebased_links(app, docname, path)
         untranslated = sections[1 + len(re.findall(r"^## ", text, re.M)) :]
         text = "\n".join([text, *untranslated])
     text = re.sub(SWITCH, "", text)

@@ -52,7 +52,8 @@ def part_of_lesson(stage: str, first: str, last: str) -> str:
     for words in (first, last):
         places = [n for n, line in enumerate(lines) if n >= end and line.startswith(words)]
         if not places:
-            raise SystemExit(f"the lesson of {stage} has no line that begins with {words}")
+            what = f"{stage}/README.md, in a `lesson:` comment: no changed line begins with"
+            raise SystemExit(f"{what} {words!r}")
         start, end = end, places[0]
     return "".join(lines[start : end + 1])
 

@@ -29,12 +29,14 @@ def run_tour() -> None:
 
 def write_fences(text_for: Callable[[Fence], str | None]) -> None:
     """Write each fence that has a text now; text_for returns None for the others."""
+    texts = {page: page.read_text() for page in ALL_PAGES}
     for page in ALL_PAGES:
         for fence in reversed(fences_of(page)):  # from the end: places stay right
             shown, (start, end) = text_for(fence), fence.place
             if shown is not None:
-                before = page.read_text()
-                page.write_text(before[:start] + shown + before[end:])
+                texts[page] = texts[page][:start] + shown + texts[page][end:]
+    for page, text in texts.items():  # only now, because a text may not be found
+        page.write_text(text)
 
 
 def fresh_table(match: re.Match[str]) -> str:

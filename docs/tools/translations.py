@@ -48,13 +48,21 @@ def translated(english: str, chinese: str) -> str:
     return replace_each(NUMBER, numbers, chinese)
 
 
-def update(translated: bool = False) -> None:
+def same_fences(english: str, chinese: str) -> bool:
+    """Has the translation as many fences and tables as its page? Otherwise they are not copied."""
+    return all(len(p.findall(english)) == len(p.findall(chinese)) for p in (FENCE, TABLE))
+
+
+def update(mark_current: bool = False) -> None:
     """Refresh the Chinese pages and name the older ones; after a translation, none is older."""
     for page, translation in translated_pages():
         english, chinese = page.read_text(), translation.read_text()
         chinese = refreshed(english, chinese)
-        if translated:
+        if mark_current:
             chinese = DIGEST.sub(f"<!-- of the English: {digest(english)} -->", chinese)
         translation.write_text(chinese)
+        names = translation.relative_to(ROOT), page.relative_to(ROOT)
         if DIGEST.findall(chinese) != [digest(english)]:
-            print(f"{translation.relative_to(ROOT)} is older than {page.relative_to(ROOT)}")
+            print("{} is older than {}".format(*names))
+        if not same_fences(english, chinese):
+            print("{} has other fences than {}, so none was copied".format(*names))

@@ -57,3 +57,21 @@ def test_a_translation_that_is_older_is_reported_and_fails_nothing(tmp_path, mon
     english.write_text("# Another one\n")
     translations.update()
     assert capsys.readouterr().out == "README.zh.md is older than README.md\n"
+
+
+def test_a_translation_with_other_fences_is_reported_because_none_is_copied(
+    tmp_path, monkeypatch, capsys
+):
+    english, chinese = tmp_path / "README.md", tmp_path / "README.zh.md"
+    english.write_text("# One\n\n```bash\nnew\n```\n")
+    stamp = f"# 一\n<!-- of the English: {translations.digest(english.read_text())} -->\n"
+    monkeypatch.setattr(translations, "ROOT", tmp_path)
+    monkeypatch.setattr(translations, "translated_pages", lambda: [(english, chinese)])
+    chinese.write_text(f"{stamp}\n```bash\nold\n```\n")
+    translations.update()
+    assert "new" in chinese.read_text()
+    assert capsys.readouterr().out == "", "the control"
+    chinese.write_text(stamp)
+    translations.update()
+    said = "README.zh.md has other fences than README.md, so none was copied\n"
+    assert capsys.readouterr().out == said

@@ -47,7 +47,7 @@ def test_a_run_that_is_writing_has_the_lines_that_are_whole(tmp_path):
         assert len(read_metrics(tmp_path)) == text[:size].count("}")
 
 
-def test_of_the_lines_of_a_step_the_last_one_counts_and_those_it_goes_back_behind_do_not(tmp_path):
+def test_a_resumed_step_replaces_its_older_lines_and_those_after_it(tmp_path):
     """A run of 6 steps was resumed after its step 3, took two steps, and was resumed once more."""
     steps = (1, 2, 3, 4, 5, 6, 4, 5, 6, 7)
     lines = [{"step": step, "line": number} for number, step in enumerate(steps)]

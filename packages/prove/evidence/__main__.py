@@ -84,7 +84,7 @@ def chosen(names: list[str], words: list[str]) -> list[str]:
 
 
 def write(file: Path | None, results: dict[str, dict]) -> dict:
-    """Count the cases of each outcome."""
+    """Write all answers to the file, if there is one; return how many cases each outcome has."""
     outcomes = dict(Counter(each["outcome"] for each in results.values()).most_common())
     git = ["git", "rev-parse", "--short", "HEAD"]
     summary = {

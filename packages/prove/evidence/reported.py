@@ -36,7 +36,7 @@ class Story:
 
     @property
     def case(self) -> Case:
-        """Return the script's command; a script that spawns its ranks gets their number."""
+        """Return the script and its cure, with the command that starts them."""
         command = (*TORCHRUN, "train.py")
         if "mp.spawn(" in self.script:
             command = ("python", "train.py", "--world-size", "2")

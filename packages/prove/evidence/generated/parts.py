@@ -110,7 +110,7 @@ def holes_of_model(made: dict[str, str], facts: Facts, holes: dict[str, str]) ->
 
 
 def window(made: dict[str, str], facts: Facts) -> str:
-    """Write the lines of a step."""
+    """Name the kind of step, for the conditions `if window is ...` of pieces/step.py."""
     averaging = made["averaging"]
     if facts.gan:
         return "of a gan"
@@ -128,7 +128,7 @@ def window(made: dict[str, str], facts: Facts) -> str:
 
 
 def steps(made: dict[str, str]) -> str:
-    """Write the lines that change the weights."""
+    """Name what changes the weights, for the conditions `if steps is ...`."""
     if made["averaging"] == "fused in backward":
         return "in backward"
     if made["optimizer"] == "masters":

@@ -96,7 +96,8 @@ def load_functions(path: Path) -> Any:
     """Load compiled code. Raises one of NOT_LOADED if it does not come from fast.c."""
     functions = ctypes.CDLL(str(path))
     size = ctypes.c_int64.in_dll(functions, "size_of_state").value
-    assert size == ctypes.sizeof(SumState), "fast.c and fast.py have another SumState each"
+    if size != ctypes.sizeof(SumState):
+        raise ValueError("fast.c and fast.py have another SumState each")
     functions.put.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     functions.put.restype = None
     functions.all_reduce.argtypes = [ctypes.c_void_p, ctypes.c_int64]

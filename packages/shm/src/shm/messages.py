@@ -85,9 +85,9 @@ class Messages:
 
     def send(self, content: Tensor, target: int, tag: int) -> CallSteps:
         """Send bytes, (N,)."""
-        box, slots, counters = self.box(self.segment.rank, target)
+        box_number, slots, counters = self.box(self.segment.rank, target)
         for start in range(0, max(1, len(content)), PIECE_BYTES):
-            count = self.piece_counts.get(box, 0)
+            count = self.piece_counts.get(box_number, 0)
             while counters[RECEIVED] <= count - SLOTS:
                 yield [target]  # which has not taken the piece that lies in this slot
             part = content[start : start + PIECE_BYTES]
@@ -95,7 +95,7 @@ class Messages:
             header = header_of_slot(count)
             counters[header + SIZE], counters[header + TAG] = len(content), tag
             counters[header + START] = start
-            self.piece_counts[box] = count + 1
+            self.piece_counts[box_number] = count + 1
             self.segment.post(counters, SENT, count + 1, MESSAGE_BELL)
 
     def receive(self, content: Tensor, source: int | None, tag: int) -> CallSteps:
@@ -119,8 +119,8 @@ class Messages:
 
     def receive_piece(self, source: int) -> bool:
         """Take a piece out of the box from that rank; False if the box is empty."""
-        box, slots, counters = self.box(source, self.segment.rank)
-        count = self.piece_counts.get(box, 0)
+        box_number, slots, counters = self.box(source, self.segment.rank)
+        count = self.piece_counts.get(box_number, 0)
         if counters[SENT] == count:
             return False
         header = header_of_slot(count)
@@ -132,7 +132,7 @@ class Messages:
         part = message.content[message.filled : message.filled + PIECE_BYTES]
         part.copy_(slots[count % SLOTS][: len(part)])
         message.filled += len(part)
-        self.piece_counts[box] = count + 1
+        self.piece_counts[box_number] = count + 1
         self.segment.post(counters, RECEIVED, count + 1, MESSAGE_BELL)
         if message.filled == len(message.content):
             message.complete = True

@@ -1,7 +1,5 @@
 # How the ranks average, and how a step is made: from an unpacked batch to the next weights.
 
-# From a batch to the next weights.
-
 # %% STEP, if window is of a gan
 FORWARD
 

@@ -185,15 +185,15 @@ def rows_by_content(
     unknown: the reason to give if the contents do not tell, either.
     """
     at, contents = passes[0].source_line, [{*loader_pass.checksums} for loader_pass in passes]
-    context = sum(len(loader_pass.checksums) for loader_pass in passes)
-    size, different = len(set().union(*contents)), sum(map(len, contents))
-    if different < context / 2 or not all(contents):  # too many samples look alike
+    drawn = sum(len(loader_pass.checksums) for loader_pass in passes)
+    size, distinct_per_rank = len(set().union(*contents)), sum(map(len, contents))
+    if distinct_per_rank < drawn / 2 or not all(contents):  # too many samples look alike
         return [not_seen(NAME, unknown, at=at)]
-    facts = {"size": size, "twice": different - size, "at": at}
+    facts = {"size": size, "twice": distinct_per_rank - size, "at": at}
     ended = all(loader_pass.ended for loader_pass in passes)
     if ended and all(of_rank == contents[0] for of_rank in contents):
         return [warning(NAME, Sentence.EVALUATED_BY_EACH, **facts)]
-    if different - size > 0.05 * size:
+    if distinct_per_rank - size > 0.05 * size:
         return [warning(NAME, Sentence.EVALUATED_SHARED, **facts)]
     if all(map(may_be_summed, records, passes)):
         return [right(NAME, Sentence.EVALUATED_APART, **facts)]

@@ -65,8 +65,8 @@ def is_sum_over_local_batch(replay: Replay, sequence: Replay) -> bool:
         return False
     pairs = zip(*(step.local_gradients for step in steps[0]), strict=False)
     known = [pair for pair in pairs if None not in pair]
-    of_rank_0, one_changes = ([pair[run] for pair in known] for run in (0, 1))
-    return bool(known) and not numbers_differ(of_rank_0, one_changes, limit=1e-3)
+    of_rank_0, of_one_rank = ([pair[run] for pair in known] for run in (0, 1))
+    return bool(known) and not numbers_differ(of_rank_0, of_one_rank, limit=1e-3)
 
 
 def unsure_draws(replay: Replay) -> ReportRow | None:

@@ -30,7 +30,7 @@ class CannotMergeError(Exception):
 class Frozen(NamedTuple):
     """A sample or batch as its pickle, in which numbers stand for the tensors."""
 
-    shape: bytes  # the pickle
+    pickled: bytes
     tensors: list[Tensor]
 
 
@@ -56,7 +56,7 @@ class Thawer(pickle.Unpickler):
     """Rebuilds a frozen value, with `tensors` in the place of its own."""
 
     def __init__(self, frozen: Frozen, tensors: list[Tensor]) -> None:
-        super().__init__(io.BytesIO(frozen.shape))
+        super().__init__(io.BytesIO(frozen.pickled))
         self.tensors = tensors
 
     def persistent_load(self, number: Any) -> Tensor:
@@ -137,7 +137,7 @@ def are_same(value: Any, other: Any) -> bool:
         one, two = freeze(value, without_memo=True), freeze(other, without_memo=True)
     except Exception:  # whatever a class of the script's raises when it is pickled
         return False
-    if one.shape != two.shape or len(one.tensors) != len(two.tensors):
+    if one.pickled != two.pickled or len(one.tensors) != len(two.tensors):
         return False
     return all(map(are_equal, one.tensors, two.tensors))
 
@@ -158,7 +158,7 @@ def checksum(value: Any) -> int:
             frozen = freeze(value, lambda tensor: tensor, without_memo=True)
         except Exception:  # whatever a class of the script's raises when it is pickled
             return 0
-        result = zlib.crc32(frozen.shape)
+        result = zlib.crc32(frozen.pickled)
         for tensor in frozen.tensors:
             result = zlib.crc32(checksum(tensor).to_bytes(4, "big"), result)
         return result
