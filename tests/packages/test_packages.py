@@ -141,7 +141,9 @@ def test_the_environment_has_torch_and_nothing_of_the_course(run):
 def test_prove_judges_a_script_there_and_its_links_lead_to_a_page_that_came_along(run, tmp_path):
     """The script has one mistake, so the other rows say that it is right."""
     (tmp_path / "train.py").write_text(SCRIPT.replace("sampler.set_epoch(epoch)", "pass"))
-    judged = run("prove", "torchrun", "--standalone", "--nproc-per-node=2", "train.py")
+    judged = run(
+        "python", "-m", "prove", "torchrun", "--standalone", "--nproc-per-node=2", "train.py"
+    )
     assert re.search("^right +one rank", judged.stdout, re.M), judged.stdout + judged.stderr
     assert judged.returncode == 1
     [page] = re.findall(r"\((\S+)#every-epoch-has-the-same-order\)", judged.stdout)
