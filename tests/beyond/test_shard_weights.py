@@ -5,10 +5,13 @@ The controls leave out each mechanism, or make it wrong, and the weights differ 
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+import fsdp
 import text_model
-from helpers.on_ranks import on_ranks, run_on_ranks
+from helpers.on_ranks import gather_from_ranks, on_ranks, run_on_ranks
 from shard_cases import (
     BY_HAND,
     FSDP,
@@ -144,3 +147,20 @@ def test_shard_adamw_hides_a_missing_division():
         TrainingCase(level, optimizer="adamw", changes=(change,)) for level, change in left_out
     ]
     assert all(1e-10 < far < 1e-3 for far in run_on_ranks(2, all_distances, cases)[0])
+
+
+@on_ranks(2)
+def test_shard_a_grad_scaler_would_halve_the_scale_of_the_rank_that_sees_an_inf(rank):
+    """So the page says to train in bfloat16. The control is DDP, where all ranks see it."""
+    scales = {}
+    for wrap in (DistributedDataParallel, fsdp.FSDP):
+        model = wrap(nn.Sequential(nn.Linear(4, 1, bias=False)))
+        optimizer, scaler = SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", 1024.0)
+        largest = float("inf") if rank == 0 else 1.0  # of the input, so of the gradient, too
+        scaler.scale(model(torch.tensor([[largest, 1.0, 1.0, 1.0]])).sum()).backward()
+        if wrap is fsdp.FSDP:
+            model.finish()  # rank 0 gets the mean of the first two gradients, rank 1 of the others
+        scaler.step(optimizer)
+        scaler.update()
+        scales[wrap.__name__] = gather_from_ranks(scaler.get_scale())
+    assert scales == {"DistributedDataParallel": [512.0, 512.0], "FSDP": [512.0, 1024.0]}
