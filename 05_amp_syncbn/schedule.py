@@ -47,12 +47,11 @@ def main() -> None:
     add_schedule(parser)
     parser.set_defaults(lr_rule="linear", batch_size=480, warmup_epochs=2.0, lr_decay="cosine")
     args = parser.parse_args()
-    last_of_warm_up = max(1, min(math.ceil(args.warmup_epochs), args.epochs)) - 1
-    highest = max(learning_rates(args, last_of_warm_up, steps=100)) or 1.0
-    for epoch in range(args.epochs):
-        rates = learning_rates(args, epoch, steps=100)
+    epochs = [learning_rates(args, epoch, steps=100) for epoch in range(args.epochs)]
+    highest = max(map(max, epochs)) or 1.0
+    for epoch, rates in enumerate(epochs, start=1):
         bar = "#" * round(40 * rates[-1] / highest)
-        print(f"epoch {epoch + 1:2}  lr {rates[0]:.4f} to {rates[-1]:.4f}  {bar}".rstrip())
+        print(f"epoch {epoch:2}  lr {rates[0]:.4f} to {rates[-1]:.4f}  {bar}".rstrip())
 
 
 if __name__ == "__main__":

@@ -114,9 +114,12 @@ def convert_sync_batchnorm(model: nn.Module) -> nn.Module:
     """Make every BatchNorm layer of the model a SyncBatchNorm, in place; returns the model.
 
     Each layer stays the same object, with all that it holds: only its class changes. UsageError if
-    a layer is of another class of BatchNorm, which may do more.
+    a layer is of another class of BatchNorm, which may do more, or has a group of fewer ranks.
     """
+    all_ranks = (None, dist.group.WORLD)
     for name, layer in model.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm) and layer.process_group not in all_ranks:
+            raise UsageError(f"layer {name} has a process_group of its own: expected all ranks")
         if type(layer) in CONVERTIBLE:
             layer.__class__ = SyncBatchNorm  # torch's lazy layers change class in the same way
         elif isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm):

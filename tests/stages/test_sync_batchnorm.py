@@ -229,6 +229,15 @@ def test_convert_refuses_a_layer_that_does_more_than_batchnorm():
 
 
 @on_ranks(2)
+def test_convert_refuses_a_layer_that_normalizes_over_some_ranks_only(rank):
+    convert(nn.SyncBatchNorm(3, process_group=dist.group.WORLD))
+    group = dist.new_group([0])
+    if rank == 0:
+        with pytest.raises(UsageError, match="layer 0 has a process_group of its own"):
+            convert(nn.Sequential(nn.SyncBatchNorm(3, process_group=group)))
+
+
+@on_ranks(2)
 def test_c19_without_sync_batchnorm_each_rank_has_the_statistics_of_its_own_batch(rank):
     """Rank 0 has zeros, then ones; rank 1 tens, then elevens. Each step goes half the way to the
     mean, and before it DDP sends rank 0's statistics to all: what rank 1 had learned is lost."""
