@@ -31,9 +31,8 @@ def refreshed(english: str, chinese: str) -> str:
     """The Chinese page with the English page's fences and measured numbers."""
     for pattern in (FENCE, TABLE):
         new, old = ([m[0] for m in pattern.finditer(page)] for page in (english, chinese))
-        if len(new) == len(old):
-            new = [translated(*pair) for pair in zip(new, old, strict=True)]
-            chinese = replace_each(pattern, new, chinese)
+        new = [translated(*pair) for pair in zip(new, old, strict=True)]
+        chinese = replace_each(pattern, new, chinese)
     return chinese
 
 
@@ -57,12 +56,13 @@ def update(mark_current: bool = False) -> None:
     """Refresh the Chinese pages and name the older ones; after a translation, none is older."""
     for page, translation in translated_pages():
         english, chinese = page.read_text(), translation.read_text()
-        chinese = refreshed(english, chinese)
+        names = translation.relative_to(ROOT), page.relative_to(ROOT)
+        if same_fences(english, chinese):
+            chinese = refreshed(english, chinese)
+        else:
+            print("{} has other fences than {}, so none was copied".format(*names))
         if mark_current:
             chinese = DIGEST.sub(f"<!-- of the English: {digest(english)} -->", chinese)
         translation.write_text(chinese)
-        names = translation.relative_to(ROOT), page.relative_to(ROOT)
         if DIGEST.findall(chinese) != [digest(english)]:
             print("{} is older than {}".format(*names))
-        if not same_fences(english, chinese):
-            print("{} has other fences than {}, so none was copied".format(*names))
