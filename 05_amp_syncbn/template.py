@@ -95,7 +95,7 @@ def main():
     if found:
         saved = torch.load(args.checkpoint, "cpu", weights_only=True, mmap=True)
         if rank == 0:
-            old = dict(saved["flags"].items() - flags.items())
+            old = dict(sorted(saved["flags"].items() - flags.items()))
             print(f"{args.checkpoint} has {saved['epoch']} epochs; its flags that differ: {old}")
         for name, part in parts.items():
             part.load_state_dict(saved[name])
