@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -35,7 +36,18 @@ def start(command: tuple[str, ...], folder: Path) -> subprocess.Popen:
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     line = (*command, str(TEMPLATE), *FLAGS)
-    return subprocess.Popen(line, cwd=folder, env=env, start_new_session=True, **pipe)
+    return subprocess.Popen(line, cwd=folder, env=env, **pipe)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return this process and all that it and its children have started: a rank of torchrun leads
+    a process group of its own."""
+    listed = subprocess.run(["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True)
+    parents = dict(map(int, line.split()) for line in listed.stdout.splitlines())
+    found = [pid]
+    for parent in found:
+        found += [child for child, its_parent in parents.items() if its_parent == parent]
+    return found
 
 
 def kill_at_random(process: subprocess.Popen, draw: random.Random) -> str:
@@ -45,17 +57,18 @@ def kill_at_random(process: subprocess.Popen, draw: random.Random) -> str:
         if draw.random() < 0.15:
             break
     time.sleep(draw.random())
-    alive = process.poll() is None
-    terminate = draw.random() < 0.5
-    if terminate:
+    if process.poll() is not None:
+        return ""
+    processes = descendants(process.pid)
+    name = draw.choice(("SIGTERM", "SIGKILL"))
+    if name == "SIGTERM":
         process.terminate()
         process.wait(60)  # torchrun ends its ranks first
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        assert terminate or not alive
+    for pid in processes:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     process.wait()
-    return ("SIGTERM" if terminate else "SIGKILL") if alive else ""
+    return name
 
 
 def finish(command: tuple[str, ...], folder: Path) -> dict:

@@ -221,6 +221,20 @@ def test_an_overflow_of_one_rank_is_skipped_by_all():
     assert not all(tensor.isfinite().all() for tensor in spoiled.values())
 
 
+BATCHNORM = ("nn.Dropout(0.0)", "nn.BatchNorm1d(96)")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_weights_are_those_of_a_cpu(tmp_path):
+    """In float64, over nccl, with SyncBatchNorm, which has no other rank here."""
+    flags, changes = ("--epochs=1", "--accumulate=2"), (*EXACT, BATCHNORM)
+    on_gpu = run(tmp_path, 1, *flags, "--sync-bn", changes=(*changes, ("False", CPU[0])))
+    assert not any(on_gpu.statuses), on_gpu.output
+    assert (
+        distance(on_gpu.saved["model"], run_anew(1, *flags, changes=changes).saved["model"]) < 1e-8
+    )
+
+
 @pytest.mark.parametrize(
     ("ranks", "flags", "env", "message"),
     [
