@@ -129,13 +129,15 @@ def early_step(rank: int, cured: bool) -> str:
 
 
 @failure(
-    cause="the elements of a buffer share memory, and DDP writes them", cure="make it contiguous"
+    cause="the elements of a buffer share memory, and DDP writes them",
+    cure="clone it as contiguous",
 )
 def expanded_buffer(rank: int, cured: bool) -> str:
     dist.init_process_group("gloo", timeout=LIMIT)
     model = nn.Linear(2, 2)
     mask = torch.ones(1).expand(4)  # four elements, one place in memory
-    model.register_buffer("mask", mask.contiguous() if cured else mask)
+    own = mask.clone(memory_format=torch.contiguous_format)
+    model.register_buffer("mask", own if cured else mask)
     DistributedDataParallel(model)(torch.ones(1, 2))
     return "one forward"
 

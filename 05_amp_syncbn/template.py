@@ -1,7 +1,4 @@
-"""A complete training script to take home: replace what is yours, and leave the rest.
-
-python template.py  # or: torchrun --standalone --nproc-per-node=2 template.py --amp bf16
-"""
+"""A complete training script to take home: torchrun --standalone --nproc-per-node=2 template.py"""
 
 import os
 from argparse import ArgumentParser
@@ -34,7 +31,7 @@ def sums(model, batch, device):
     x, y = (tensor.to(device, non_blocking=True) for tensor in batch)
     output = model(x)
     loss = nn.functional.cross_entropy(output, y, ignore_index=-100, reduction="sum")
-    return torch.stack((loss, (y != -100).sum(), (output.argmax(dim=-1) == y).sum()))
+    return torch.stack((loss.double(), (y != -100).sum(), (output.argmax(dim=-1) == y).sum()))
 
 
 def main():
@@ -48,12 +45,13 @@ def main():
     parser.add_argument("--workers", type=int, default=0, help="processes that load, per rank")
     parser.add_argument("--checkpoint", default="checkpoint.pt", help="if it exists, go on from it")
     args = parser.parse_args()
-    # torchrun sets both. Without it, this process is a group of its own.
+    # torchrun sets both. Under plain python, this process is a group of its own.
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if args.accumulate < 1 or args.batch_size % (world_size * args.accumulate):
         parser.error(f"--batch-size must be a multiple of --accumulate times {world_size} ranks")
     if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         parser.error("srun's tasks would each train alone: let each node's task start torchrun")
+    os.makedirs(os.path.dirname(os.path.abspath(args.checkpoint)), exist_ok=True)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":  # a GPU for each process: from here on, "cuda" is mine
@@ -64,25 +62,25 @@ def main():
 
     torch.manual_seed(0)
     train_set, test_set = make_datasets()
-    test_part = Subset(test_set, range(rank, len(test_set), world_size))  # a sampler repeats some
-    sampler = DistributedSampler(train_set, drop_last=True)
+    test_part = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
+    sampler = DistributedSampler(train_set, drop_last=True)  # equally many for each rank
     micro_batch = args.batch_size // (world_size * args.accumulate)
-    options = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}
+    options = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}  # and yours
     loader = DataLoader(train_set, micro_batch, sampler=sampler, **options)
     test_loader = DataLoader(test_part, micro_batch, **options)
-    steps = args.epochs * len(range(0, len(loader), args.accumulate))
+    steps = args.epochs * len(range(0, len(loader), args.accumulate))  # rounded up
 
     model, optimizer = make_model_and_optimizer(device)
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     ddp = DistributedDataParallel(model)  # trains; model itself is saved
-    schedule = LambdaLR(optimizer, lambda step: min(20 * (step + 1), steps - step) / steps)
+    schedule = LambdaLR(optimizer, lambda n: min(20 * (n + 1), steps - n) / steps)  # rises, falls
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(args.amp)
     autocast = torch.autocast(device.type, dtype, enabled=args.amp != "off")
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")  # bf16 needs none
 
-    # DDP adds up in another order after its first backward. This is it, without a step: otherwise
-    # a resumed run would round differently from one that was never stopped.
+    # After its first backward, DDP adds up in another order. This is the first, without a step, so
+    # that a resumed run rounds like one that was never stopped.
     sums(ddp.eval(), loader.collate_fn([train_set[0]]), device)[0].backward()
     optimizer.zero_grad()
 
@@ -93,10 +91,10 @@ def main():
     found = torch.tensor(float(os.path.exists(args.checkpoint)), device=device)
     dist.all_reduce(found)
     if found:
-        saved = torch.load(args.checkpoint, "cpu", weights_only=True, mmap=True)
+        saved = torch.load(args.checkpoint, "cpu", weights_only=True, mmap=True)  # read, not copied
         if rank == 0:
             old = dict(sorted(saved["flags"].items() - flags.items()))
-            print(f"{args.checkpoint} has {saved['epoch']} epochs; its flags that differ: {old}")
+            print(f"{args.checkpoint}: {saved['epoch']} of {args.epochs} epochs, flags then: {old}")
         for name, part in parts.items():
             part.load_state_dict(saved[name])
 
@@ -117,9 +115,9 @@ def main():
                 scaler.unscale_(optimizer)
                 for parameter in model.parameters():  # DDP has divided by the number of ranks,
                     if parameter.grad is not None:  # but the count must divide
-                        parameter.grad *= world_size / window[1]
+                        parameter.grad *= world_size / window[1].clamp(min=1e-9)
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-                scaler.step(optimizer)  # an overflow on one rank is in the mean: all skip the step
+                scaler.step(optimizer)  # one rank's overflow is in the mean: all skip the step
                 scaler.update()
                 schedule.step()
                 optimizer.zero_grad()
@@ -128,7 +126,9 @@ def main():
 
         ddp.eval()
         with torch.no_grad():
-            for buffer in model.buffers():  # without --sync-bn, each rank has its own statistics
+            for (
+                buffer
+            ) in model.buffers():  # without --sync-bn, they differ: take those that are saved
                 dist.broadcast(buffer, src=0)
             for batch in test_loader:
                 test += sums(model, batch, device)

@@ -196,7 +196,7 @@ def test_a_finished_run_says_so_and_names_the_flags_that_differ(tmp_path):
     run(tmp_path, 1, "--epochs=1")
     again = run(tmp_path, 2, "--epochs=1", "--amp=bf16")
     differ = "{'amp': 'off', 'ranks': 1}"
-    assert again.output == f"checkpoint.pt has 1 epochs; its flags that differ: {differ}\n"
+    assert again.output == f"checkpoint.pt: 1 of 1 epochs, flags then: {differ}\n"
 
 
 def test_a_rank_that_does_not_see_the_checkpoint_ends_the_run(tmp_path):
