@@ -25,8 +25,8 @@ def make_model_and_optimizer(device):
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-# YOURS, 3: three sums over a batch: the loss, what divides it (samples, tokens, weights), and what
-# is right. They are added up over micro-batches and ranks first, so that each sample counts once.
+# YOURS, 3: three sums over a batch, as tensors: the loss; what divides it (samples, tokens, ...);
+# what is right. Micro-batches and ranks are added up before the division: a sample counts once.
 def sums(model, batch, device):
     x, y = (tensor.to(device, non_blocking=True) for tensor in batch)
     output = model(x)
@@ -39,13 +39,12 @@ def main():
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=120, help="in a step, of all ranks")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches in a step")
-    parser.add_argument("--clip", type=float, default=1.0, help="largest norm; inf for no limit")
+    parser.add_argument("--clip", type=float, default=float("inf"), help="largest norm")
     parser.add_argument("--amp", choices=("off", "bf16", "fp16"), default="off")
     parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all ranks: on GPUs")
     parser.add_argument("--workers", type=int, default=0, help="processes that load, per rank")
     parser.add_argument("--checkpoint", default="checkpoint.pt", help="if it exists, go on from it")
     args = parser.parse_args()
-    # torchrun sets both. Under plain python, this process is a group of its own.
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if args.accumulate < 1 or args.batch_size % (world_size * args.accumulate):
         parser.error(f"--batch-size must be a multiple of --accumulate times {world_size} ranks")
@@ -57,7 +56,7 @@ def main():
     if device.type == "cuda":  # a GPU for each process: from here on, "cuda" is mine
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     backend = "nccl" if device.type == "cuda" else "gloo"
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # under plain python
     dist.init_process_group(backend, **{} if "RANK" in os.environ else alone)
 
     torch.manual_seed(0)
@@ -68,13 +67,12 @@ def main():
     options = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}  # and yours
     loader = DataLoader(train_set, micro_batch, sampler=sampler, **options)
     test_loader = DataLoader(test_part, micro_batch, **options)
-    steps = args.epochs * len(range(0, len(loader), args.accumulate))  # rounded up
+    steps_per_epoch = len(range(0, len(loader), args.accumulate))  # rounded up
 
     model, optimizer = make_model_and_optimizer(device)
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     ddp = DistributedDataParallel(model)  # trains; model itself is saved
-    schedule = LambdaLR(optimizer, lambda n: min(20 * (n + 1), steps - n) / steps)  # rises, falls
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(args.amp)
     autocast = torch.autocast(device.type, dtype, enabled=args.amp != "off")
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")  # bf16 needs none
@@ -85,7 +83,7 @@ def main():
     optimizer.zero_grad()
 
     # Resume. If one rank finds the checkpoint, all must read it, from a disk that all of them see.
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler}
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     flags = vars(args) | {"ranks": world_size}
     saved = {"epoch": 0}
     found = torch.tensor(float(os.path.exists(args.checkpoint)), device=device)
@@ -97,6 +95,8 @@ def main():
             print(f"{args.checkpoint}: {saved['epoch']} of {args.epochs} epochs, flags then: {old}")
         for name, part in parts.items():
             part.load_state_dict(saved[name])
+    steps, done = args.epochs * steps_per_epoch, saved["epoch"] * steps_per_epoch
+    schedule = LambdaLR(optimizer, lambda n: min(20 * (n + 1), steps - n) / steps, done - 1)
 
     for epoch in range(saved["epoch"], args.epochs):
         sampler.set_epoch(epoch)  # else every epoch has the same order

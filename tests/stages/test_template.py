@@ -192,6 +192,22 @@ def test_without_one_of_these_a_resumed_run_is_another(change, tmp_path):
     assert distance(ended.saved["model"], whole.saved["model"]) > 0
 
 
+def test_a_resumed_run_with_a_larger_batch_is_as_far_in_its_schedule():
+    """The control: an epoch of fewer steps, where a count of steps would be past the end."""
+    folder = scratch_folder()
+    run(folder, 1, "--epochs=3", "--batch-size=60")
+    ended = run(folder, 1, "--epochs=5", "--batch-size=240")
+    assert not any(ended.statuses), ended.output
+    group = ended.saved["optimizer"]["param_groups"][0]
+    assert group["lr"] == 0, "at its end"
+    assert group["initial_lr"] == 0.1
+    losses = [
+        float(line.split()[4].rstrip(",")) for line in ended.output.splitlines() if "test" in line
+    ]
+    assert len(losses) == 2
+    assert max(losses) < 1
+
+
 def test_a_finished_run_says_so_and_names_the_flags_that_differ(tmp_path):
     run(tmp_path, 1, "--epochs=1")
     again = run(tmp_path, 2, "--epochs=1", "--amp=bf16")

@@ -210,6 +210,7 @@ def test_the_length_of_a_schedule_is_that_of_its_curve():
     assert steps(linear, 62) is None, "it still falls"
     assert steps(lambda step: 0.5**step) is None, "it falls for ever"
     assert steps(lambda step: 1.0) is None
+    assert steps(lambda step: -step) is None, "resumed past its end"
 
 
 def test_a_rank_that_ddp_stops_is_named_with_what_it_left_out(prove_script):

@@ -141,6 +141,8 @@ def rates_ahead(scheduler: Any) -> tuple[list[float], bool]:
 def length_of(curve: list[float], is_its_end: bool = False) -> int | None:
     """Find after how many steps the rate stays constant; None if it never does."""
     highest = max(curve)
+    if highest <= 0:  # nothing is trained, or a resumed schedule is past its end
+        return None
     still = NO_CHANGE * highest
     top = next(n for n, rate in enumerate(curve) if rate > highest * (1 - 1e-6))
     rise = next((n for n in range(top + 1, len(curve)) if curve[n] > curve[n - 1] + still), None)
