@@ -175,7 +175,7 @@ def table(step: RecordedStep) -> str:
 def picture(results: Results, stages: Sequence[str] = ()) -> str:
     """Draw the recorded stages: those that are named, or all."""
     shown = stages or [*results["stages"]]
-    rows = [(VARIANTS[stage].label, results["stages"][stage]["median"]) for stage in shown]
+    rows = [(VARIANTS[stage].label, results["stages"][stage]["shown"]) for stage in shown]
     about = f"{results['model']}, global batch {results['global_batch']}"
     step = f"{about}: the step of median length of a recorded run."
     return draw(rows, [step, origin_line(results["provenance"])])
