@@ -22,6 +22,7 @@ CONTROLS = [  # a page, what is added to it, and what is found then
     ("docs/claims.md", "A [page](../01_single_gpu).\nA [page](nowhere)", "leads nowhere: nowhere"),
     ("docs/zh/claims.md", "A [page](../nowhere.md).", r"leads nowhere: \.\./nowhere.md"),
     (STAGE, "epoch 1/2  loss 2.30  7,439 samples/s", "shows the speed of one run: 7,439 samples/s"),
+    (PAGE, "It takes [7.77 s](../benchmarks/bench.md).", "cites 7.77, which is not in"),
     (PAGE, "See `test_nothing`.", "names a test that is not there: test_nothing"),
     (PAGE, "<!-- lessons: + ... + -->", "has a comment that nothing reads: lessons"),
     (PAGE, "<!-- part of: train.py -->\n```python\nseed = 2\n```", "not in train.py: seed = 2"),
