@@ -40,8 +40,8 @@ LINKS = {
 class Forecast:
     """A job whose local batch stays the same on any number of GPUs.
 
-    batch: of one GPU. job: one micro-batch on one GPU. intra_node, inter_node: the links in a node and across nodes.
-    bytes_factor: bytes sent for each byte of gradients.
+    job: one micro-batch on one GPU. batch: its samples. intra_node, inter_node: the links in a node
+    and across nodes. bytes_factor: bytes sent for each byte of gradients.
     """
 
     job: Job
@@ -152,8 +152,8 @@ def plan(args: Namespace) -> Forecast:
         raise UsageError("there is no step time: run stage 01, or try --step-ms 45")
     if args.half_step_ms and not args.step_ms / 2 <= args.half_step_ms <= args.step_ms:
         raise UsageError(
-            f"--half-step-ms {args.half_step_ms:g} is no step with half the batch of one that takes "
-            f"{args.step_ms:g} ms: try a number from {args.step_ms / 2:g} to {args.step_ms:g}"
+            f"--half-step-ms {args.half_step_ms:g}: half the batch takes half of --step-ms or more "
+            f"and at most all of it: try a number from {args.step_ms / 2:g} to {args.step_ms:g}"
         )
     if args.half_step_ms and not args.hours:
         raise UsageError("--half-step-ms is for --hours, which is missing: try --hours 216")

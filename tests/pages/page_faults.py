@@ -4,7 +4,7 @@ Links and anchors lead somewhere, in English and in Chinese. A python fence that
 still is one, a test that a page names exists, and a comment is of a kind that some program reads.
 No page shows the samples/s of a single run, as speeds are compared in tables that are measured
 together. The main path explains each term of the glossary before it uses it, and each of its pages
-has at most 900 words.
+has at most 1,000 words.
 """
 
 import re
@@ -15,7 +15,7 @@ from markers import FENCE, KINDS, MARKER, fences, fences_of
 from page_sources import LEFT_OUT, SPEED
 from repository_pages import CHINESE, LINK, MAIN_PATH, ROOT, TEST_FILES, slugs
 
-WORDS = 900  # most words of a page of the main path
+WORDS = 1000  # most words of a page of the main path
 TERM = re.compile(r'^\| (?:<a id="[\w-]+"></a>)+(?P<term>.+?) \|', re.M)  # a row of the glossary
 MAIN_PAGES = [ROOT / folder / "README.md" for folder in MAIN_PATH]
 TESTS = "".join(path.read_text() for path in TEST_FILES)
