@@ -1,5 +1,6 @@
 """Curves: what one line of stage 03 prevents, and how far a job scales."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ from benchmarks.result_files import Results, origin_line
 from docs.pictures.svg import INK, NARROW, Drawing
 from forecast import LINKS, Forecast
 from gradient_order import fill_buckets, gradients_of_classifier
+from local_ranks.chapters import ROOT
 from step_model import Job
 
 LEFT, RIGHT, TOP, BOTTOM = 52, 466, 64, 250  # of what lies between the axes
@@ -103,9 +105,15 @@ def with_origin(drawing: Drawing, caption: Sequence[str], results: Results) -> s
     return drawing.text(BOTTOM + 60 + 20 * len(lines))
 
 
-# GPUs, and images per second of one and of all, as NVIDIA measured them: the table of forecast's
-# page names the sources.
-MEASURED = ((8, 938, 7_248), (8, 2_470, 16_621), (16, 894.41, 13_443.82))
+# 16 V100, ResNet-50: images per second of all and of one, in the table of forecast's page.
+OF_16 = 13_443.82 / 894.41
+
+
+def measured() -> list[tuple[float, float]]:
+    """The work of so many GPUs, as NVIDIA measured it."""
+    published = json.loads((ROOT / "beyond" / "forecast" / "published.json").read_text())
+    rates = published["tokens_per_second_by_gpus"]["16 samples per GPU"]
+    return [*((int(gpus), rate / rates["1"]) for gpus, rate in rates.items()), (16, OF_16)]
 
 
 def draw_scaling() -> str:
@@ -139,8 +147,8 @@ def draw_scaling() -> str:
         plot.curve(points, kind, dashes)
         drawing.curve([(LEFT + 10, y), (LEFT + 38, y)], kind, dashes)
         drawing.words(LEFT + 46, y + 6, name, kind, bold=points is whole)
-    for n, one, all_of_them in MEASURED:
-        drawing.dot(*plot.place(n, all_of_them / one), "measured")
+    for point in measured():
+        drawing.dot(*plot.place(*point), "measured")
     drawing.dot(LEFT + 24, TOP + 78, "measured")
     drawing.words(LEFT + 46, TOP + 84, "measured")
     for number, line in enumerate(

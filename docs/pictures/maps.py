@@ -29,6 +29,7 @@ class Stop(NamedTuple):
     name: str
     about: str
     bars: Sequence[Bar]
+    may_wait: bool = False
 
 
 STOPS = (
@@ -46,6 +47,7 @@ STOPS = (
             Bar("forward", 24, 62, 20),
             Bar("backward", 66, 100, 10),
         ],
+        may_wait=True,
     ),
     Stop(
         "03 by hand",
@@ -65,6 +67,7 @@ STOPS = (
         "05 AMP, SyncBN",
         "16 bits, whole batch",
         two_ranks(("forward", 0, 14, 0), ("backward", 16, 38, 0), ("sending", 24, 44, 9)),
+        may_wait=True,
     ),
     Stop("notebook 03", "all stages agree", two_ranks(("same", 30, 70, 6))),
 )
@@ -90,19 +93,19 @@ def stop(drawing: Drawing, x: float, y: float, width: float, name: str, about: s
 
 def draw_course() -> str:
     """Where a reader is, what the two hours are, and where a script of one's own comes in."""
-    stages = "; ".join(f"{name}: {about}" for name, about, _ in STOPS)
+    stages = "; ".join(f"{each.name}: {each.about}" for each in STOPS)
     roads = "; ".join(f"{name}: {about}" for name, about in (*YOURS, *LATER))
     about = f"Two hours: {stages}. Then: {roads}."
     drawing = Drawing("The map of the course", about, NARROW)
     left, wide, right, narrow, step = 44, 252, 320, 156, HIGH + 12
-    drawing.button(4, 4, NARROW - 8, 34, "you", "You are here: what changes in a script")
+    drawing.button(4, 4, NARROW - 8, 34, "you", "You are here: the first page")
     top = 62
     end = top + step * len(STOPS) - 12
-    for number, (name, text, bars) in enumerate(STOPS):
+    for number, (name, text, bars, may_wait) in enumerate(STOPS):
         y = top + step * number
         above = 38 if number == 0 else y - 12
         drawing.line(left + 40, above, left + 40, y - 2, arrow=True)
-        drawing.box(left, y, wide, HIGH, "none", INK)
+        drawing.box(left, y, wide, HIGH, "none", INK, dashes="6 4" if may_wait else "")
         for kind, begin, stops, down in bars:
             high = 14 if down % 20 in (0, 10) else 6
             if kind == "sending" and not down % 20:
@@ -138,6 +141,8 @@ def draw_course() -> str:
         stop(drawing, 4 + 242 * column, y + (HIGH + 10) * row, 230, name, text)
     y += 2 * (HIGH + 10) + 8
     drawing.legend(y, ("forward", "backward", "sending"))
+    drawing.box(350, y - 1, 28, 16, "none", INK, dashes="6 4")
+    drawing.words(386, y + 13, "may wait")
     return drawing.text(y + 24)
 
 

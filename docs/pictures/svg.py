@@ -59,9 +59,17 @@ class Drawing:
         self.shapes: list[str] = []
 
     def box(
-        self, x: float, y: float, width: float, height: float, kind: str, outline: str = ""
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        kind: str,
+        outline: str = "",
+        dashes: str = "",
     ) -> None:
         edge = f' stroke="{COLORS.get(outline, outline)}"' if outline else ""
+        edge += f' stroke-dasharray="{dashes}"' if dashes else ""
         at = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 1):.1f}" height="{height:.1f}"'
         rounding = ' rx="4"' if outline else ""
         self.shapes.append(f'<rect {at}{rounding} fill="{COLORS.get(kind, kind)}"{edge}/>')
