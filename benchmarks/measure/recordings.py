@@ -115,7 +115,5 @@ def record_stages(
             flags += [f"--run-dir={folder}", f"--data-dir={ROOT / 'data'}"]
             command = [sys.executable, *command_of(stage, RANKS), *flags]
             runs[stage].append(record(command, quiet=True))
-    results["stages"] = {
-        stage: choose_step(*runs[stage], shorter=UNDISTURBED) for stage in stages
-    }
+    results["stages"] = {stage: choose_step(*runs[stage], shorter=UNDISTURBED) for stage in stages}
     return results

@@ -139,14 +139,14 @@ def draw_scaling() -> str:
     drawing.words(RIGHT, BOTTOM + 44, "GPUs", anchor="end")
     lines = (
         (f"none waits: {gpus}", [(0.0, 0.0), (gpus, gpus)], INK, "3 6"),
-        (f"sent in 16 bits: {last_half:.0f}", half, "sending", "9 5"),
-        (f"sent in 32 bits: {last:.0f}", whole, "sending", ""),
+        (f"gradients of 16 bits: {last_half:.0f}", half, "sending", "9 5"),
+        (f"gradients of 32 bits: {last:.0f}", whole, "sending", ""),
     )
     for number, (name, points, kind, dashes) in enumerate(lines):
         y = TOP + 12 + 22 * number
         plot.curve(points, kind, dashes)
         drawing.curve([(LEFT + 10, y), (LEFT + 38, y)], kind, dashes)
-        drawing.words(LEFT + 46, y + 6, name, kind, bold=points is whole)
+        drawing.words(LEFT + 46, y + 6, name, kind)
     for point in measured():
         drawing.dot(*plot.place(*point), "measured")
     drawing.dot(LEFT + 24, TOP + 78, "measured")

@@ -157,7 +157,7 @@ STEPS = (
 
 
 def verdicts() -> dict[str, list[str]]:
-    """What prove says after each step, by row: the table of convert's page, which a test repeats."""
+    """What prove says after each step, by row: the table of convert's page, which a test tries."""
     text = (CONVERT / "README.md").read_text()
     _, _, rows = text.partition("| row of prove's table |")
     found = re.findall(r"^\| `([\w ]+)` \|(.+)\|$", rows, flags=re.MULTILINE)[:13]
@@ -183,7 +183,9 @@ def draw_convert() -> str:
         before = {row: cells[number - 1] if number else "" for row, cells in table.items()}
         cured = [row for row, state in before.items() if state == "WRONG" and row not in wrong]
         if number and not cured:
-            cured = [row for row in table if (before[row], table[row][number]) == ("warning", "right")][:1]
+            cured = [
+                row for row in table if (before[row], table[row][number]) == ("warning", "right")
+            ][:1]
         x = 46.0
         for kind, mark, rows in (("right", "✓", cured), ("wrong", "✗", wrong)):
             if rows:

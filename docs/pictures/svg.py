@@ -121,7 +121,7 @@ class Drawing:
         self.shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{COLORS[kind]}"/>')
 
     def legend(self, y: float, names: Iterable[str], x: float = 4) -> float:
-        """A square and a name for each, in as many rows as it takes; returns the end of the last."""
+        """A square and a name for each, in as many rows as it takes; returns where they end."""
         left = x
         for name in names:
             wide = 20 + 9 * len(name)
