@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.result_files import Results
 from common.models import Net
-from docs.pictures.svg import INK, NARROW, WIDTH, Drawing
+from docs.pictures.svg import INK, NARROW, Drawing
 
 LAYOUTS = ("contiguous", "channels_last")  # of images in memory
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -17,15 +17,15 @@ FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def draw_formats() -> str:
     """The bits of each format, and which of the sizes that a gradient has it can hold."""
-    drawing = Drawing("What a number of 32 or 16 bits holds", "")
-    draw_bits(drawing, 74)
-    draw_ranges(drawing, 74)
-    return drawing.text(350)
+    drawing = Drawing("What a number of 32 or 16 bits holds", "", NARROW)
+    draw_bits(drawing, 60)
+    draw_ranges(drawing, 60)
+    return drawing.text(374)
 
 
 def draw_bits(drawing: Drawing, left: float) -> None:
     names = {"sign": "sign", "exponent": "exponent: how large", "fraction": "fraction: how exact"}
-    for begin, (kind, name) in zip((left, 150, 352), names.items(), strict=True):
+    for begin, (kind, name) in zip((4, 76, 276), names.items(), strict=True):
         drawing.box(begin, 4, 14, 14, kind)
         drawing.words(begin + 20, 17, name)
     for row, (name, dtype) in enumerate(FORMATS.items()):
@@ -35,12 +35,12 @@ def draw_bits(drawing: Drawing, left: float) -> None:
         drawing.words(4, y + 19, name, bold=True)
         kinds = ["sign"] + ["exponent"] * exponent + ["fraction"] * fraction
         for place, kind in enumerate(kinds):
-            drawing.box(left + 15.5 * place, y, 14, 26, kind)
+            drawing.box(left + 13 * place, y, 11.5, 26, kind)
 
 
 def draw_ranges(drawing: Drawing, left: float) -> None:
     low, high = -46, 40  # powers of ten
-    scale = (WIDTH - left - 8) / (high - low)
+    scale = (NARROW - left - 22) / (high - low)
 
     def place(value: float) -> float:
         return left + (math.log10(value) - low) * scale
@@ -60,8 +60,8 @@ def draw_ranges(drawing: Drawing, left: float) -> None:
     drawing.line(place(small), 240, place(small), y - 6)
     drawing.line(place(small), y, place(small * 65536), y, arrow=True)
     drawing.box(place(small) - 4, y - 4, 8, 8, "gradients")
-    text = "a gradient of 1e-8 is 0 in fp16; times 65536, it fits"
-    drawing.words(place(1.0) - 8, y + 24, text, anchor="middle", bold=True)
+    for row, text in enumerate(("a gradient of 1e-8 is 0 in fp16;", "times 65536, it fits")):
+        drawing.words(NARROW - 8, y + 26 + 20 * row, text, anchor="end", bold=True)
 
 
 class Choice(Enum):
@@ -134,10 +134,10 @@ def draw_speeds(results: Results) -> str:
     name, measured = next(iter(results["models"].items()))
     speeds = {label: row["images_per_second"] for label, row in measured["variants"].items()}
     gpu = results["provenance"]["hardware"].removeprefix("1 x ")
-    drawing = Drawing(f"{name} on one {gpu}: images per second", "")
+    drawing = Drawing(f"{name} on one {gpu}: images per second", "", NARROW)
     drawing.legend(4, LAYOUTS)
     left, right = 64, 90  # room for the names, and for the numbers
-    scale = (WIDTH - left - right) / max(speeds.values())
+    scale = (NARROW - left - right) / max(speeds.values())
     for row, form in enumerate(("fp32", "tf32", "bf16", "fp16")):
         y = 34 + 66 * row
         drawing.words(4, y + 32, form, bold=True)

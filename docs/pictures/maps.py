@@ -12,17 +12,18 @@ HIGH = 54  # of a stop
 
 
 class Bar(NamedTuple):
-    """A part of a stop's small timeline: its begin and end in percent, and how far down it lies."""
+    """A part of a stop's small timeline: begin and end in percent, how far down, and how high."""
 
     kind: str
     begin: float
     end: float
     down: float
+    high: float = 14
 
 
-def two_ranks(*bars: tuple[str, float, float, float]) -> list[Bar]:
+def two_ranks(*bars: Bar) -> list[Bar]:
     """The same bars for two ranks, one below the other."""
-    return [Bar(kind, begin, end, 20 * r + down) for r in (0, 1) for kind, begin, end, down in bars]
+    return [bar._replace(down=bar.down + 20 * rank) for rank in (0, 1) for bar in bars]
 
 
 class Stop(NamedTuple):
@@ -53,23 +54,27 @@ STOPS = (
         "03 by hand",
         "mean of gradients",
         two_ranks(
-            ("forward", 0, 22, 0),
-            ("backward", 24, 52, 0),
-            *(("sending", begin, begin + 9, 0) for begin in (56, 68, 80, 92)),
+            Bar("forward", 0, 22, 0),
+            Bar("backward", 24, 52, 0),
+            *(Bar("sending", begin, begin + 9, 0) for begin in (56, 68, 80, 92)),
         ),
     ),
     Stop(
         "04 DDP, torchrun",
         "the same, faster",
-        two_ranks(("forward", 0, 22, 0), ("backward", 24, 56, 0), ("sending", 36, 64, 9)),
+        two_ranks(
+            Bar("forward", 0, 22, 0), Bar("backward", 24, 56, 0), Bar("sending", 36, 64, 9, 6)
+        ),
     ),
     Stop(
         "05 AMP, SyncBN",
         "16 bits, whole batch",
-        two_ranks(("forward", 0, 14, 0), ("backward", 16, 38, 0), ("sending", 24, 44, 9)),
+        two_ranks(
+            Bar("forward", 0, 14, 0), Bar("backward", 16, 38, 0), Bar("sending", 24, 44, 9, 6)
+        ),
         may_wait=True,
     ),
-    Stop("notebook 03", "all stages agree", two_ranks(("same", 30, 70, 6))),
+    Stop("notebook 03", "all stages agree", two_ranks(Bar("same", 30, 70, 6, 6))),
 )
 FILES = {3: ("minimal.py", "45 lines to read"), 4: ("template.py", "150 to take home")}
 YOURS = (
@@ -85,7 +90,13 @@ LATER = (
 )
 
 
-def stop(drawing: Drawing, x: float, y: float, width: float, name: str, about: str) -> None:
+LEFT, WIDE = 44, 252  # of the stops
+RIGHT, LESS_WIDE = 320, 156  # of the files
+TOP, STEP = 62, HIGH + 12
+END = TOP + STEP * len(STOPS) - 12
+
+
+def place(drawing: Drawing, x: float, y: float, width: float, name: str, about: str) -> None:
     drawing.box(x, y, width, HIGH, "none", INK)
     drawing.words(x + width / 2, y + 23, name, anchor="middle", bold=True)
     drawing.words(x + width / 2, y + 44, about, anchor="middle")
@@ -97,53 +108,60 @@ def draw_course() -> str:
     roads = "; ".join(f"{name}: {about}" for name, about in (*YOURS, *LATER))
     about = f"Two hours: {stages}. Then: {roads}."
     drawing = Drawing("The map of the course", about, NARROW)
-    left, wide, right, narrow, step = 44, 252, 320, 156, HIGH + 12
     drawing.button(4, 4, NARROW - 8, 34, "you", "You are here: the first page")
-    top = 62
-    end = top + step * len(STOPS) - 12
-    for number, (name, text, bars, may_wait) in enumerate(STOPS):
-        y = top + step * number
-        above = 38 if number == 0 else y - 12
-        drawing.line(left + 40, above, left + 40, y - 2, arrow=True)
-        drawing.box(left, y, wide, HIGH, "none", INK, dashes="6 4" if may_wait else "")
-        for kind, begin, stops, down in bars:
-            high = 14 if down % 20 in (0, 10) else 6
-            if kind == "sending" and not down % 20:
-                high = 12
-            drawing.box(left + 8 + 0.62 * begin, y + 10 + down, 0.62 * (stops - begin), high, kind)
-        drawing.words(left + 82, y + 23, name, bold=True)
-        drawing.words(left + 82, y + 44, text)
-        if number in FILES:
-            stop(drawing, right, y, narrow, *FILES[number])
-            drawing.line(left + wide + 2, y + HIGH / 2, right - 3, y + HIGH / 2, arrow=True)
-    drawing.line(14, 38, 14, end)
-    drawing.line(14, end, 22, end)
-    drawing.words_up(34, (top + end) / 2, "two hours")
-    middle = right + narrow / 2
-    files = [top + step * number for number in FILES]
-    drawing.line(middle, 38, middle, files[0] - 3, arrow=True)
-    drawing.words(middle - 10, 96, "in a hurry", anchor="end")
-    drawing.line(middle, files[0] + HIGH, middle, files[1] - 3, arrow=True)
-    y = end + 26
-    drawing.line(left + 40, end, left + 40, y - 3, arrow=True)
-    drawing.line(middle, files[1] + HIGH, middle, y - 3, arrow=True)
-    drawing.button(4, y, NARROW - 8, 34, "you", "Your own script")
-    y += 44
-    for number, (name, text) in enumerate(YOURS):
-        stop(drawing, 4 + 163 * number, y, 146, name, text)
-        if number:
-            drawing.line(4 + 163 * number - 16, y + HIGH / 2, 163 * number + 1, y + HIGH / 2, True)
-    y += HIGH + 30
-    drawing.words(4, y, "When you need it", bold=True)
-    y += 10
-    for number, (name, text) in enumerate(LATER):
-        row, column = divmod(number, 2)
-        stop(drawing, 4 + 242 * column, y + (HIGH + 10) * row, 230, name, text)
-    y += 2 * (HIGH + 10) + 8
+    draw_stops(drawing)
+    draw_files(drawing)
+    y = draw_roads(drawing, END + 26)
     drawing.legend(y, ("forward", "backward", "sending"))
     drawing.box(350, y - 1, 28, 16, "none", INK, dashes="6 4")
     drawing.words(386, y + 13, "may wait")
     return drawing.text(y + 24)
+
+
+def draw_stops(drawing: Drawing) -> None:
+    for number, (name, about, bars, may_wait) in enumerate(STOPS):
+        y = TOP + STEP * number
+        drawing.line(LEFT + 40, y - 12 if number else 38, LEFT + 40, y - 2, arrow=True)
+        drawing.box(LEFT, y, WIDE, HIGH, "none", INK, dashes="6 4" if may_wait else "")
+        for kind, begin, end, down, high in bars:
+            drawing.box(LEFT + 8 + 0.62 * begin, y + 10 + down, 0.62 * (end - begin), high, kind)
+        drawing.words(LEFT + 82, y + 23, name, bold=True)
+        drawing.words(LEFT + 82, y + 44, about)
+    drawing.line(LEFT + 40, END, LEFT + 40, END + 23, arrow=True)
+    drawing.line(14, 38, 14, END)
+    drawing.line(14, END, 22, END)
+    drawing.words_up(34, (TOP + END) / 2, "two hours")
+
+
+def draw_files(drawing: Drawing) -> None:
+    """The way of those who are in a hurry: the files to take, beside their stages."""
+    middle, above = RIGHT + LESS_WIDE / 2, 38.0
+    drawing.words(middle - 10, 96, "in a hurry", anchor="end")
+    for number, names in FILES.items():
+        y = TOP + STEP * number
+        place(drawing, RIGHT, y, LESS_WIDE, *names)
+        drawing.line(LEFT + WIDE + 2, y + HIGH / 2, RIGHT - 3, y + HIGH / 2, arrow=True)
+        drawing.line(middle, above, middle, y - 3, arrow=True)
+        above = y + HIGH
+    drawing.line(middle, above, middle, END + 23, arrow=True)
+
+
+def draw_roads(drawing: Drawing, y: float) -> float:
+    """The roads beyond the stages, from y on; returns where they end."""
+    drawing.button(4, y, NARROW - 8, 34, "you", "Your own script")
+    y += 44
+    for number, (name, about) in enumerate(YOURS):
+        x = 4 + 163 * number
+        place(drawing, x, y, 146, name, about)
+        if number:
+            drawing.line(x - 16, y + HIGH / 2, x - 3, y + HIGH / 2, arrow=True)
+    y += HIGH + 30
+    drawing.words(4, y, "When you need it", bold=True)
+    y += 10
+    for number, (name, about) in enumerate(LATER):
+        row, column = divmod(number, 2)
+        place(drawing, 4 + 242 * column, y + (HIGH + 10) * row, 230, name, about)
+    return y + 2 * (HIGH + 10) + 8
 
 
 STEPS = (
@@ -159,9 +177,18 @@ STEPS = (
 def verdicts() -> dict[str, list[str]]:
     """What prove says after each step, by row: the table of convert's page, which a test tries."""
     text = (CONVERT / "README.md").read_text()
-    _, _, rows = text.partition("| row of prove's table |")
-    found = re.findall(r"^\| `([\w ]+)` \|(.+)\|$", rows, flags=re.MULTILINE)[:13]
+    table = text.partition("| row of prove's table |")[2].partition("\n\n")[0]
+    found = re.findall(r"^\| `([\w ]+)` \|(.+)\|$", table, flags=re.MULTILINE)
     return {name: [cell.strip(" *") for cell in cells.split("|")] for name, cells in found}
+
+
+def cured_rows(table: dict[str, list[str]], number: int) -> list[str]:
+    """The rows that this step cures: those that were WRONG before it, or else a warning."""
+    if number == 0:
+        return []
+    changes = {row: (cells[number - 1], cells[number]) for row, cells in table.items()}
+    cured = [row for row, (old, new) in changes.items() if old == "WRONG" != new]
+    return cured or [row for row, change in changes.items() if change == ("warning", "right")][:1]
 
 
 def draw_convert() -> str:
@@ -171,7 +198,8 @@ def draw_convert() -> str:
     drawing.words(4, 20, "your script, for one GPU", bold=True)
     drawing.words(NARROW - 4, 20, "new lines", anchor="end")
     top, high = 40, 58
-    drawing.line(20, 28, 20, top + high * len(STEPS) - 4, arrow=True)
+    end = top + high * len(STEPS)
+    drawing.line(20, 28, 20, end - 4, arrow=True)
     for number, name in enumerate(STEPS):
         y = top + high * number
         diff = (CONVERT / "classifier" / "steps" / f"{number + 1}.diff").read_text()
@@ -180,20 +208,14 @@ def draw_convert() -> str:
         drawing.words(46, y + 19, name, bold=True)
         drawing.words(NARROW - 4, y + 19, f"+{added}", anchor="end")
         wrong = [row for row, cells in table.items() if cells[number] == "WRONG"]
-        before = {row: cells[number - 1] if number else "" for row, cells in table.items()}
-        cured = [row for row, state in before.items() if state == "WRONG" and row not in wrong]
-        if number and not cured:
-            cured = [
-                row for row in table if (before[row], table[row][number]) == ("warning", "right")
-            ][:1]
+        marks = (("right", "✓", cured_rows(table, number)), ("wrong", "✗", wrong))
         x = 46.0
-        for kind, mark, rows in (("right", "✓", cured), ("wrong", "✗", wrong)):
+        for kind, mark, rows in marks:
             if rows:
                 text = f"{mark} {', '.join(rows)}"
                 drawing.words(x, y + 41, text, kind)
                 x += 8.6 * len(text) + 16
         drawing.description += f"{number + 1}. {name}: WRONG are {', '.join(wrong) or 'none'}. "
-    y = top + high * len(STEPS)
-    drawing.words(4, y + 16, "your script, for many GPUs: nothing WRONG", bold=True)
-    drawing.words(4, y + 42, "what prove says after each step: ✓ right, ✗ WRONG")
-    return drawing.text(y + 54)
+    drawing.words(4, end + 16, "your script, for many GPUs: nothing WRONG", bold=True)
+    drawing.words(4, end + 42, "what prove says after each step: ✓ right, ✗ WRONG")
+    return drawing.text(end + 54)
