@@ -19,9 +19,9 @@ from prove.watch.process_io import COLLECTIVES
 
 WARM_UP = 5  # steps that are not compared
 RANKS, GLOBAL_BATCH = 2, 120
-# The picture of a stage shows a short step: in a longer one, the machine has done something else,
-# too, for some milliseconds.
-UNDISTURBED = 0.1
+# The picture of a stage shows one of the shortest steps: in a longer one, the machine has done
+# something else, too, for some milliseconds.
+UNDISTURBED = 0.02
 
 
 def recorder_variables(folder: str | Path) -> dict[str, str]:
