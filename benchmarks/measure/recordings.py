@@ -19,9 +19,6 @@ from prove.watch.process_io import COLLECTIVES
 
 WARM_UP = 5  # steps that are not compared
 RANKS, GLOBAL_BATCH = 2, 120
-# The picture of a stage shows one of the shortest steps: in a longer one, the machine has done
-# something else, too, for some milliseconds.
-UNDISTURBED = 0.02
 
 
 def recorder_variables(folder: str | Path) -> dict[str, str]:
@@ -101,10 +98,14 @@ def choose_step(*runs: Sequence[Recording], shorter: float = 0.5) -> Results:
 
 
 def record_stages(
-    stages: Sequence[str], model: str = "net-bn", steps: int = 65, turns: int = 1
+    stages: Sequence[str],
+    model: str = "net-bn",
+    steps: int = 65,
+    turns: int = 1,
+    shorter: float = 0.5,
 ) -> Results:
-    """Record the stages in turns, each with so many steps in a turn."""
-    about = {"model": model, "ranks": RANKS, "global_batch": GLOBAL_BATCH}
+    """Record the stages in turns, each with so many steps in a turn; choose a step of each."""
+    about = {"model": model, "ranks": RANKS, "global_batch": GLOBAL_BATCH, "shorter": shorter}
     results: Results = {"provenance": provenance(), **about}
     runs: dict[str, list[Sequence[Recording]]] = {stage: [] for stage in stages}
     for stage in [*stages] * turns:  # in turns: what else the machine does hits them all alike
@@ -115,5 +116,5 @@ def record_stages(
             flags += [f"--run-dir={folder}", f"--data-dir={ROOT / 'data'}"]
             command = [sys.executable, *command_of(stage, RANKS), *flags]
             runs[stage].append(record(command, quiet=True))
-    results["stages"] = {stage: choose_step(*runs[stage], shorter=UNDISTURBED) for stage in stages}
+    results["stages"] = {stage: choose_step(*runs[stage], shorter=shorter) for stage in stages}
     return results

@@ -185,6 +185,6 @@ def picture(results: Results, stages: Sequence[str] = ()) -> str:
     """Draw the recorded stages: those that are named, or all."""
     shown = stages or [*results["stages"]]
     rows = [(VARIANTS[stage].label, results["stages"][stage]["shown"]) for stage in shown]
-    about = f"{results['model']}, global batch {results['global_batch']}: one of the shortest steps"
-    about += " of a run, which nothing else disturbed."
+    about = f"{results['model']}, global batch {results['global_batch']}. "
+    about += "One of the shortest steps." if results["shorter"] < 0.5 else "The median step."
     return draw(rows, [about, origin_line(results["provenance"])])
