@@ -1,7 +1,7 @@
 """Draw what the process of stage 01 holds, kind by kind."""
 
 from benchmarks.result_files import MIB, Results, origin_line
-from docs.pictures.svg import WIDTH, Drawing
+from docs.pictures.svg import NARROW, Drawing
 
 KINDS = {  # how the picture calls what benchmarks/measure/memory.py counts
     "parameters": ("parameters",),
@@ -19,19 +19,19 @@ def draw(results: Results) -> str:
     total = sum(held.values())
     lines = {kind: f"{kind}: {size / MIB:.0f} MiB" for kind, size in held.items()}
     title = f"What one process holds: {total / MIB:.0f} MiB"
-    drawing = Drawing(title, "; ".join(lines.values()))
+    drawing = Drawing(title, "; ".join(lines.values()), NARROW)
     drawing.words(4, 18, title, bold=True)
     x = 4.0
     for kind, size in held.items():
-        width = (WIDTH - 8) * size / total
+        width = (NARROW - 8) * size / total
         drawing.box(x, 28, width - 0.7, 30, kind)
         x += width
     for place, (kind, line) in enumerate(lines.items()):
         column, row = divmod(place, 3)
-        left, top = 4 + 290 * column, 72 + 24 * row
+        left, top = 4 + 244 * column, 72 + 24 * row
         drawing.box(left, top, 14, 14, kind)
         drawing.words(left + 20, top + 13, line)
-    about = "{model}, {image_size} pixels, global batch {global_batch}, at the end of forward."
-    drawing.words(4, 164, about.format(**results))
-    drawing.words(4, 182, origin_line(results["provenance"]))
-    return drawing.text(192)
+    about = "{model}, {image_size} pixels, global batch {global_batch},", "at the end of forward."
+    for row, text in enumerate((*about, origin_line(results["provenance"]))):
+        drawing.words(4, 164 + 20 * row, text.format(**results))
+    return drawing.text(214)

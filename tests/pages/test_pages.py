@@ -15,6 +15,7 @@ from repository_pages import ALL_PAGES, CHINESE, ROOT
 STAGE, PAGE = "01_single_gpu/README.md", "01_single_gpu/fit.md"
 CONTROLS = [  # a page, what is added to it, and what is found then
     (STAGE, "It is. " * 450, r"(9|\d\d)\d\d words"),
+    ("02_data_parallel/README.md", "It is. " * 100, r"\d\d\d words, .* at most 650"),
     (STAGE, "Rings are fast.", "used before it is explained: ring"),
     (STAGE, "A [page](nowhere.md).", "leads nowhere: nowhere.md"),
     (PAGE, "A [part](fit.md#nowhere).", "leads nowhere: fit.md#nowhere"),

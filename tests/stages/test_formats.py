@@ -88,9 +88,6 @@ def test_c09_c12_c18_on_the_measured_gpu_bf16_gains_little_over_tf32_and_tuning_
     fastest = speed["bf16, channels_last"] / speed["fp32, contiguous"]
     gains = f"{speed['bf16, contiguous'] / speed['fp32, contiguous']:.1f} times as fast in bf16"
     assert f"{gains} as in fp32, and {fastest:.1f} times" in claim("C09")
-    readme = (ROOT / "README.md").read_text()
-    assert f"[{speed['bf16, contiguous']:,.0f} images per second]" in readme
-    assert f"one more change on {speed['bf16, channels_last']:,.0f}." in readme
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
