@@ -81,7 +81,9 @@ def measure_stages(effort: Effort, keys: Collection[str] = KEYS) -> Results:
 @section("timeline")
 def measure_timeline(effort: Effort) -> Results:
     """Record what a step of each stage is spent on, for the pictures of the pages."""
-    results, recorded = Results(), {"net-bn": ([*STAGES], 65), "resnet18": (["03", "04"], 20)}
+    results = Results()
+    recorded = {"net": (["01", "03", "04"], 65), "net-bn": ([*STAGES], 65)}
+    recorded["resnet18"] = (["03", "04"], 20)
     for model, (stages, steps) in recorded.items():
         if effort.quick:
             stages, steps = stages[-1:], WARM_UP + 2

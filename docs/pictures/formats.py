@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.result_files import Results
 from common.models import Net
-from docs.pictures.svg import INK, WIDTH, Drawing
+from docs.pictures.svg import INK, NARROW, WIDTH, Drawing
 
 LAYOUTS = ("contiguous", "channels_last")  # of images in memory
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -67,9 +67,9 @@ def draw_ranges(drawing: Drawing, left: float) -> None:
 class Choice(Enum):
     """What autocast does with the format of a layer's input."""
 
-    CASTS = "16 bits"  # to bf16, whatever comes
-    FOLLOWS = "16 bits as they come"
     NEITHER = "32 bits"
+    CASTS = "converts to 16 bits"  # to bf16, whatever comes
+    FOLLOWS = "stays in 16 bits"
 
 
 def choices_of_autocast() -> list[tuple[str, Choice]]:
@@ -100,26 +100,33 @@ def draw_autocast() -> str:
         "Which layers autocast computes in 16 bits",
         f"Of the {len(choices)} parts of a forward, {casts} convert their input and their weights "
         "to bf16. The layers between them take what comes. The images and the loss are in fp32.",
+        NARROW,
     )
-    per_row = 5
+    per_row, wide, high, below = 4, 106, 46, 56
     for place, (name, choice) in enumerate(choices):
         row, column = divmod(place, per_row)
-        x, y = 4 + 119 * column, 8 + 48 * row
-        if choice is Choice.NEITHER:
-            drawing.box(x, y, 106, 32, "none", INK)
-            drawing.words(x + 53, y + 22, name, anchor="middle", bold=True)
-        else:
-            drawing.button(x, y, 106, 32, choice.value, name)
+        x, y = 4 + 122 * column, 4 + below * row
+        draw_choice(drawing, x, y, wide, high, name, choice)
         if place + 1 < len(choices) and column + 1 < per_row:
-            drawing.line(x + 106, y + 16, x + 118, y + 16, arrow=True)
-    bottom = 8 + 48 * -(-len(choices) // per_row)
-    drawing.box(4, bottom, 14, 14, "none", INK)
-    drawing.words(24, bottom + 13, "32 bits")
-    drawing.box(119, bottom, 14, 14, Choice.CASTS.value)
-    drawing.words(139, bottom + 13, "converts to 16 bits")
-    drawing.box(322, bottom, 14, 14, Choice.FOLLOWS.value)
-    drawing.words(342, bottom + 13, Choice.FOLLOWS.value)
-    return drawing.text(bottom + 24)
+            drawing.line(x + wide, y + high / 2, x + 121, y + high / 2, arrow=True)
+    y = 20 + below * -(-len(choices) // per_row)
+    for choice in Choice:
+        draw_choice(drawing, 4, y, 40, high, "", choice)
+        drawing.words(54, y + high / 2 + 6, choice.value)
+        y += 34 if choice is not Choice.NEITHER else 46
+    return drawing.text(y + 14)
+
+
+def draw_choice(
+    drawing: Drawing, x: float, y: float, wide: float, high: float, name: str, choice: Choice
+) -> None:
+    """A box as high as its numbers are long; a filled one converts them."""
+    if choice is not Choice.NEITHER:
+        y, high = y + high / 4, high / 2
+    is_filled = choice is Choice.CASTS
+    drawing.box(x, y, wide, high, "16 bits" if is_filled else "none", INK)
+    color = "#fff" if is_filled else INK
+    drawing.words(x + wide / 2, y + high / 2 + 6, name, color, "middle", bold=True)
 
 
 def draw_speeds(results: Results) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
 
 import levels
-from docs.pictures.svg import INK, WIDTH, Drawing
+from docs.pictures.svg import INK, NARROW, WIDTH, Drawing
 from partition import DataPartitioner
 
 
@@ -22,37 +22,36 @@ def draw_mean() -> str:
     """One step of y = weight × x on four samples, by two ranks and by one process."""
     samples, rate = torch.tensor([1.0, 2.0, 3.0, 4.0]), 0.01
     parts = [samples[rank::2] for rank in (0, 1)]
-    each = [gradient(part) for part in parts]
+    each, whole = [gradient(part) for part in parts], gradient(samples)
     average = sum(each) / 2
+    assert average == whole
     drawing = Drawing(
         "One step of data-parallel training",
         f"Two ranks hold the same weight and different samples. Their gradients, {each[0]:g} and "
-        f"{each[1]:g}, are averaged to {average:g}, and both make the same update.",
+        f"{each[1]:g}, are averaged to {average:g}, and both make the same update, which is that "
+        f"of one process with all samples. (The model is weight × x, the target 2x, the loss the "
+        f"squared error, the samples {samples.tolist()}, the rate {rate}.)",
+        NARROW,
     )
-    middle = WIDTH / 2
-    drawing.words(188, 28, "a batch of four:", anchor="end")
-    for i, sample in enumerate(samples.tolist()):
-        drawing.button(200 + 52 * i, 8, 44, 30, f"rank {i % 2}", f"{sample:g}")
-    for rank, part in enumerate(parts):
-        first, second = part.tolist()
-        lines = [f"rank {rank}", f"forward and backward of {first:g} and {second:g}"]
-        sums = " and ".join(minus(gradient(sample)) for sample in part)
-        own, shared = 149 + 302 * rank, middle + (60 if rank else -60)
-        drawing.line(shared, 42, own, 64, arrow=True)
-        lines.append(f"mean of {sums}: {minus(each[rank])}")
-        drawing.card(own, 68, 290, f"rank {rank}", lines)
-        drawing.line(own, 144, shared, 166, arrow=True)
-        drawing.line(shared, 206, own, 228, arrow=True)
-        new = f"optimizer: weight 1 → {1 - rate * average:g}"
-        drawing.card(own, 232, 290, INK, [new])
-    means = f"the mean of {minus(each[0])} and {minus(each[1])} is {minus(average)}"
-    drawing.card(middle, 170, 400, "sending", [f"all-reduce: {means}"])
-    whole = gradient(samples)
-    ending = f"One process with all four: gradient {minus(whole)}, weight 1 → {1 - rate * whole:g}."
-    drawing.words(middle, 292, ending, anchor="middle", bold=True)
-    rule = f"(model: weight × x, target: 2x, squared error, rate {rate})"
-    drawing.words(middle, 316, rule, anchor="middle")
-    return drawing.text(326)
+    middle, wide = NARROW / 2, 224
+    drawing.words(middle - 70, 24, "a batch of samples", anchor="end")
+    for i in range(4):
+        drawing.box(middle - 54 + 30 * i, 8, 22, 22, f"rank {i % 2}")
+    for rank in (0, 1):
+        own, shared = 116 + 248 * rank, middle + (54 if rank else -54)
+        drawing.line(shared, 36, own, 56, arrow=True)
+        drawing.card(own, 60, wide, f"rank {rank}", [f"rank {rank}", "forward, backward"])
+        drawing.words(own, 134, "its gradient", anchor="middle")
+        drawing.words(own, 156, minus(each[rank]), f"rank {rank}", "middle", bold=True)
+        drawing.line(own, 164, shared, 184, arrow=True)
+        drawing.line(shared, 226, own, 246, arrow=True)
+        drawing.words(own, 266, "the same gradient", anchor="middle")
+        drawing.words(own, 288, minus(average), "gradients", "middle", bold=True)
+        drawing.card(own, 298, wide, INK, [f"weight: 1 → {1 - rate * average:g}"])
+    drawing.card(middle, 188, 330, "sending", ["all-reduce: the mean of both"])
+    ending = f"One process with all four samples: gradient {minus(whole)}, too"
+    drawing.words(middle, 362, ending, anchor="middle", bold=True)
+    return drawing.text(374)
 
 
 def minus(number: float) -> str:
