@@ -79,6 +79,7 @@ bench-all: bench  ## measure all sections of bench.py again, for half an hour or
 faults: $(VENV)/ready  ## inject 460 faults into real runs, half an hour or more: benchmarks/results/injected_faults.json
 	PYTHONPATH=tests $(RUN) tests/beyond/inject_faults.py --faults 360
 	PYTHONPATH=tests $(RUN) tests/beyond/inject_faults.py --faults 100 --kinds pauses --jobs 10
+	PYTHONPATH=tests $(RUN) tests/stages/kill_template.py
 
 shm-suite: $(VENV)/ready  ## torch's own tests for backends, over gloo and shm: packages/shm/tests/torch_suite.json
 	$(RUN) packages/shm/tests/torch_suite.py

@@ -16,7 +16,8 @@ from benchmarks.measure.sections import find_sections
 from benchmarks.variants import STAGE_04, STAGE_05, SURVIVE
 from local_ranks.chapters import ROOT
 
-MINIMAL, SHARD = "04_ddp_torchrun/minimal.py", "beyond/shard/train.py"
+MINIMAL, TEMPLATE = "04_ddp_torchrun/minimal.py", "05_amp_syncbn/template.py"
+SHARD = "beyond/shard/train.py"
 FIRST_SECTION = "formats"  # what a GPU alone can show, and most readers ask
 RUN = "--run-dir={folder}"
 
@@ -69,6 +70,7 @@ def programs(device: str) -> list[GpuStep]:
         GpuStep("04 minimal", ranks(1, MINIMAL), in_folder=True),
         GpuStep("05 on two ranks", ranks(2, STAGE_05, net, *shared)),
         GpuStep("05 in fp16", ranks(2, STAGE_05, net, fp16, *shared)),
+        GpuStep("05 template", ranks(1, TEMPLATE, "--amp=bf16", "--sync-bn"), in_folder=True),
         GpuStep("survive", ranks(2, SURVIVE, net, fp16, *here)),
         GpuStep("shard by hand", ranks(2, SHARD, sharding, *shared[:2])),
         GpuStep("shard", ranks(1, SHARD, "--library", sharding, *here[:2])),

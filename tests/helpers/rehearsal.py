@@ -31,7 +31,7 @@ SINGLE, MINIMAL_SINGLE = "01_single_gpu/train.py", "01_single_gpu/minimal.py"
 REPLICAS = "02_data_parallel/train.py"
 BY_HAND = "03_ddp_manual_allreduce/train.py"
 DDP, MINIMAL = "04_ddp_torchrun/train.py", "04_ddp_torchrun/minimal.py"
-AMP = "05_amp_syncbn/train.py"
+AMP, TEMPLATE = "05_amp_syncbn/train.py", "05_amp_syncbn/template.py"
 ONE_EPOCH = (("range(5)", "range(1)"),)  # of the minimal scripts, which have no flags
 SURVIVE, OWN_LOOP = "beyond/survive/train.py", "beyond/survive/own_loop.py"
 SHARD = "beyond/shard/train.py"
@@ -49,6 +49,7 @@ FLAGS = {
     DDP: (*TWO_STEPS, "--model=net-bn"),
     MINIMAL: (),
     AMP: (*TWO_STEPS, "--model=net-bn", "--amp=fp16"),
+    TEMPLATE: ("--epochs=1", "--batch-size=600", "--amp=fp16", "--sync-bn"),
     SURVIVE: (*TWO_STEPS, "--model=net-bn", "--amp=bf16", "--accumulate=2"),
     OWN_LOOP: (".",),  # the run folder
     SHARD: (*TWO_STEPS, "--width=32", "--layers=1", "--batch-size=8"),

@@ -27,6 +27,7 @@ from helpers.rehearsal import (
     SHARD,
     SINGLE,
     SURVIVE,
+    TEMPLATE,
     RankLog,
     rehearse,
 )
@@ -68,7 +69,8 @@ def test_each_rank_uses_its_own_gpu_and_says_so_before_it_joins(script):
 
 
 def test_the_smallest_script_uses_the_gpu_of_its_local_rank():
-    assert [rank.devices for rank in rehearse(MINIMAL, gpus=2)] == [[0], [1]]
+    for script in (MINIMAL, TEMPLATE):
+        assert [rank.devices for rank in rehearse(script, gpus=2)] == [[0], [1]]
 
 
 def test_the_script_for_one_gpu_uses_gpu_0_and_joins_nothing():

@@ -18,8 +18,11 @@ from local_ranks.machine import scratch_folder
 from local_ranks.stage_files import replace_once
 
 MINIMAL = "04_ddp_torchrun/minimal.py"
-SCRIPTS = (MINIMAL, "04_ddp_torchrun/train.py", "05_amp_syncbn/train.py")
-ONE_STEP = ("--epochs=1", "--max-steps=1", "--device=cpu")
+STAGES = ("04_ddp_torchrun/train.py", "05_amp_syncbn/train.py")
+TEMPLATE = "05_amp_syncbn/template.py"
+SCRIPTS = (MINIMAL, *STAGES, TEMPLATE)
+ONE_EPOCH = ("--epochs=1",)
+ONE_STEP = (*ONE_EPOCH, "--max-steps=1", "--device=cpu")
 DEL_DDP = "del ddp  # before the group"
 
 
@@ -35,7 +38,7 @@ def count_ddp_when_the_group_ends(rank: int, script: str, without: tuple) -> int
     os.chdir(scratch_folder())
     Path("script.py").write_text(replace_once(path.read_text(), *without))
     sys.path.insert(0, str(path.parent))
-    sys.argv = ["script.py", *ONE_STEP]  # minimal.py reads no flags
+    sys.argv = ["script.py", *(ONE_STEP if script in STAGES else ONE_EPOCH)]
     dist.destroy_process_group = count_and_destroy
     with redirect_stdout(StringIO()):
         runpy.run_path("script.py", run_name="__main__")
