@@ -1,7 +1,6 @@
 """A complete training script to take home: replace what is yours, and leave the rest.
 
-python template.py
-torchrun --standalone --nproc-per-node=2 template.py --amp bf16 --accumulate 2
+python template.py  # or: torchrun --standalone --nproc-per-node=2 template.py --amp bf16
 """
 
 import os
@@ -59,8 +58,9 @@ def main():
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":  # a GPU for each process: from here on, "cuda" is mine
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    backend = "nccl" if device.type == "cuda" else "gloo"
     alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(**{} if "RANK" in os.environ else alone)
+    dist.init_process_group(backend, **{} if "RANK" in os.environ else alone)
 
     torch.manual_seed(0)
     train_set, test_set = make_datasets()
