@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.result_files import Results, origin_line
-from docs.pictures.svg import INK, NARROW, Drawing
+from docs.pictures.svg import INK, Drawing
 from forecast import LINKS, Forecast
 from gradient_order import fill_buckets, gradients_of_classifier
 from local_ranks.chapters import ROOT
@@ -52,7 +52,7 @@ def epoch_means(losses: Sequence[float], epochs: int = 10) -> list[float]:
 def draw_losses(results: Results) -> str:
     """The training loss of stage 03 in each epoch, with averaging and without."""
     runs = results["runs"]
-    drawing = Drawing("Both losses fall, and one run is wrong", "", NARROW)
+    drawing = Drawing("Both losses fall, and one run is wrong", "")
     drawing.words(4, 20, "Both losses fall. One run is wrong.", bold=True)
     plot = Plot(drawing, 10.5, 2.5)
     plot.ticks(range(1, 11), (0, 1, 2))
@@ -81,7 +81,6 @@ def draw_drift(results: Results) -> str:
         "Without averaging, two copies of a model drift apart",
         f"After {steps} steps, the weights of two ranks are {last:.0f} % of their length apart; "
         f"with averaging, {max(far['right']):g} % in every step.",
-        NARROW,
     )
     drawing.words(4, 20, "Not averaged, two copies of a model drift apart", bold=True)
     plot = Plot(drawing, steps, 60)
@@ -131,7 +130,7 @@ def draw_scaling() -> str:
     (_, last), (_, last_half) = whole[-1], half[-1]
     title = f"{gpus} GPUs do the work of {last:.0f}; with one change, of {last_half:.0f}"
     about = f"ResNet-50, forecast: {last:.1f} with gradients of 32 bits, {last_half:.1f} with 16."
-    drawing = Drawing(title, about, NARROW)
+    drawing = Drawing(title, about)
     drawing.words(4, 20, title, bold=True)
     plot = Plot(drawing, 66, 66)
     plot.ticks((1, 8, 16, 32, 48, 64), (16, 32, 48, 64))

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.result_files import Results
 from common.models import Net
-from docs.pictures.svg import INK, NARROW, Drawing
+from docs.pictures.svg import INK, WIDTH, Drawing
 
 LAYOUTS = ("contiguous", "channels_last")  # of images in memory
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -17,7 +17,7 @@ FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def draw_formats() -> str:
     """The bits of each format, and which of the sizes that a gradient has it can hold."""
-    drawing = Drawing("What a number of 32 or 16 bits holds", "", NARROW)
+    drawing = Drawing("What a number of 32 or 16 bits holds", "")
     draw_bits(drawing, 60)
     draw_ranges(drawing, 60)
     return drawing.text(374)
@@ -40,7 +40,7 @@ def draw_bits(drawing: Drawing, left: float) -> None:
 
 def draw_ranges(drawing: Drawing, left: float) -> None:
     low, high = -46, 40  # powers of ten
-    scale = (NARROW - left - 22) / (high - low)
+    scale = (WIDTH - left - 22) / (high - low)
 
     def place(value: float) -> float:
         return left + (math.log10(value) - low) * scale
@@ -61,7 +61,7 @@ def draw_ranges(drawing: Drawing, left: float) -> None:
     drawing.line(place(small), y, place(small * 65536), y, arrow=True)
     drawing.box(place(small) - 4, y - 4, 8, 8, "gradients")
     for row, text in enumerate(("a gradient of 1e-8 is 0 in fp16;", "times 65536, it fits")):
-        drawing.words(NARROW - 8, y + 26 + 20 * row, text, anchor="end", bold=True)
+        drawing.words(WIDTH - 8, y + 26 + 20 * row, text, anchor="end", bold=True)
 
 
 class Choice(Enum):
@@ -100,7 +100,6 @@ def draw_autocast() -> str:
         "Which layers autocast computes in 16 bits",
         f"Of the {len(choices)} parts of a forward, {casts} convert their input and their weights "
         "to bf16. The layers between them take what comes. The images and the loss are in fp32.",
-        NARROW,
     )
     per_row, wide, high, below = 4, 106, 46, 56
     for place, (name, choice) in enumerate(choices):
@@ -134,10 +133,10 @@ def draw_speeds(results: Results) -> str:
     name, measured = next(iter(results["models"].items()))
     speeds = {label: row["images_per_second"] for label, row in measured["variants"].items()}
     gpu = results["provenance"]["hardware"].removeprefix("1 x ")
-    drawing = Drawing(f"{name} on one {gpu}: images per second", "", NARROW)
+    drawing = Drawing(f"{name} on one {gpu}: images per second", "")
     drawing.legend(4, LAYOUTS)
     left, right = 64, 90  # room for the names, and for the numbers
-    scale = (NARROW - left - right) / max(speeds.values())
+    scale = (WIDTH - left - right) / max(speeds.values())
     for row, form in enumerate(("fp32", "tf32", "bf16", "fp16")):
         y = 34 + 66 * row
         drawing.words(4, y + 32, form, bold=True)

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
 
 import levels
-from docs.pictures.svg import INK, NARROW, WIDTH, Drawing
+from docs.pictures.svg import INK, WIDTH, Drawing
 from partition import DataPartitioner
 
 
@@ -31,9 +31,8 @@ def draw_mean() -> str:
         f"{each[1]:g}, are averaged to {average:g}, and both make the same update, which is that "
         f"of one process with all samples. (The model is weight × x, the target 2x, the loss the "
         f"squared error, the samples {samples.tolist()}, the rate {rate}.)",
-        NARROW,
     )
-    middle, wide = NARROW / 2, 224
+    middle, wide = WIDTH / 2, 224
     drawing.words(middle - 70, 24, "a batch of samples", anchor="end")
     for i in range(4):
         drawing.box(middle - 54 + 30 * i, 8, 22, 22, f"rank {i % 2}")
@@ -68,7 +67,7 @@ def draw_dataparallel() -> str:
         f"forward on {half} samples, the main device computes the loss of all {whole} outputs, "
         "and gradients go back to it. The copy on device 1 is then thrown away.",
     )
-    width, main, other = 198, 4, WIDTH - 202
+    width, main, other = 148, 4, WIDTH - 152
     for x, name in ((main, "main device"), (other, "device 1")):
         drawing.words(x + width / 2, 18, name, anchor="middle", bold=True)
 
@@ -80,18 +79,18 @@ def draw_dataparallel() -> str:
         drawing.line(begin, y, end, y, arrow=True)
         drawing.words(WIDTH / 2, y - 6, text, "sending", "middle")
 
-    part(main, 28, "parameters", f"1 model, batch of {whole}")
-    sent(82, f"2 scatter: {half} samples")
+    part(main, 28, "batch", f"1 batch of {whole}")
+    sent(82, "2 scatter samples")
     sent(112, "3 all weights")
-    for x, replica in ((main, 0), (other, 1)):
-        part(x, 126, "forward", f"4 forward, replica {replica}")
-    sent(182, f"5 gather: {half} outputs", back=True)
-    part(main, 192, "forward", f"6 loss of {whole} outputs")
-    sent(246, "7 gradients of outputs")
+    for x in (main, other):
+        part(x, 126, "forward", "4 forward")
+    sent(182, "5 gather outputs", back=True)
+    part(main, 192, "forward", f"6 loss of {whole}")
+    sent(246, "7 output gradients")
     for x in (main, other):
         part(x, 260, "backward", "7 backward")
-    sent(316, "7 gradients of weights", back=True)
-    part(main, 326, "optimizer", "sum, then optimizer")
+    sent(316, "7 weight gradients", back=True)
+    part(main, 326, "optimizer", "sum, optimizer")
     drawing.box(other, 326, width, 34, "none", INK)
     drawing.words(other + width / 2, 349, "copy thrown away", anchor="middle")
     for x, stops in ((main, (62, 160, 226, 294)), (other, (160, 294))):
@@ -109,7 +108,6 @@ def draw_allreduce() -> str:
         "An all-reduce of two ranks",
         f"Rank 0 holds {before[0].tolist()} and rank 1 {before[1].tolist()}; afterwards both "
         f"hold the sum {after[0].tolist()}, and divide it by 2.",
-        NARROW,
     )
     columns = (("its gradient", before), ("the sum", after), ("divided by 2", after / 2))
     for number, (name, tensors) in enumerate(columns):
@@ -141,7 +139,6 @@ def draw_ranks() -> str:
             for node in range(nodes)
             for local in range(gpus)
         ),
-        NARROW,
     )
     for node in range(nodes):
         left = 2 + 242 * node
@@ -160,7 +157,7 @@ def draw_ranks() -> str:
             drawing.words(x + 54, 175, f"GPU {local}", anchor="middle", bold=True)
     rules = f"WORLD_SIZE = {nodes * gpus}", f"rank = node × {gpus} + local rank, GPU = local rank"
     for row, rule in enumerate(rules):
-        drawing.words(NARROW / 2, 220 + 22 * row, rule, anchor="middle")
+        drawing.words(WIDTH / 2, 220 + 22 * row, rule, anchor="middle")
     return drawing.text(252)
 
 
@@ -170,7 +167,7 @@ def draw_levels() -> str:
     names = {"none": "DDP", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "FSDP"}
     whole = levels.formula("none", count)
     unit = width / sum(whole.values())
-    drawing = Drawing("What each of four ranks holds", "", NARROW)
+    drawing = Drawing("What each of four ranks holds", "")
     drawing.legend(4, whole)
     for rank in range(count):
         drawing.words(4 + (width + gap) * rank, 46, f"rank {rank}")
@@ -215,11 +212,11 @@ def draw_samples(*stages: str) -> str:
     """Who gets which of 10 samples, in two epochs with a global batch of 4."""
     count = 10
     about = f"{count} samples, a global batch of 4, two epochs."
-    drawing = Drawing("Who gets which sample", about, NARROW)
+    drawing = Drawing("Who gets which sample", about)
     names = {"01": "01, one process", "03": "03, dealt by hand"}
     for step in (0, 1):
         drawing.words(162 + 172 * step, 16, f"step {step + 1}", anchor="middle")
-    drawing.words(NARROW - 4, 16, "left out", anchor="end")
+    drawing.words(WIDTH - 4, 16, "left out", anchor="end")
     y = 22.0
     for epoch in (0, 1):
         for stage in stages:
@@ -238,7 +235,7 @@ def draw_samples(*stages: str) -> str:
                         left.remove(sample)
                 y += 30
             numbers = ", ".join(map(str, sorted(left)))
-            drawing.words(NARROW - 4, y - 11, numbers, anchor="end")
+            drawing.words(WIDTH - 4, y - 11, numbers, anchor="end")
             y += 6
     return drawing.text(y)
 
@@ -248,7 +245,7 @@ def draw_padding() -> str:
     count = 7
     data = Subset(range(count), range(count))  # type: ignore[arg-type]
     about = "Seven samples, dealt to two ranks."
-    drawing = Drawing("What padding and drop_last do", about, NARROW)
+    drawing = Drawing("What padding and drop_last do", about)
     ways: dict[str, Callable[[int], list[int]]] = {
         "DistributedSampler(data): one comes twice": lambda rank: [
             *DistributedSampler(data, 2, rank, shuffle=False)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from docs.pictures.svg import INK, NARROW, Drawing
+from docs.pictures.svg import INK, WIDTH, Drawing
 from local_ranks.chapters import ROOT
 
 CONVERT = ROOT / "beyond" / "convert"
@@ -107,8 +107,8 @@ def draw_course() -> str:
     stages = "; ".join(f"{each.name}: {each.about}" for each in STOPS)
     roads = "; ".join(f"{name}: {about}" for name, about in (*YOURS, *LATER))
     about = f"Two hours: {stages}. Then: {roads}."
-    drawing = Drawing("The map of the course", about, NARROW)
-    drawing.button(4, 4, NARROW - 8, 34, "you", "You are here: the first page")
+    drawing = Drawing("The map of the course", about)
+    drawing.button(4, 4, WIDTH - 8, 34, "you", "You are here: the first page")
     draw_stops(drawing)
     draw_files(drawing)
     y = draw_roads(drawing, END + 26)
@@ -148,7 +148,7 @@ def draw_files(drawing: Drawing) -> None:
 
 def draw_roads(drawing: Drawing, y: float) -> float:
     """The roads beyond the stages, from y on; returns where they end."""
-    drawing.button(4, y, NARROW - 8, 34, "you", "Your own script")
+    drawing.button(4, y, WIDTH - 8, 34, "you", "Your own script")
     y += 44
     for number, (name, about) in enumerate(YOURS):
         x = 4 + 163 * number
@@ -194,9 +194,9 @@ def cured_rows(table: dict[str, list[str]], number: int) -> list[str]:
 def draw_convert() -> str:
     """The six steps of convert: what each adds, and which rows of prove are WRONG after it."""
     table = verdicts()
-    drawing = Drawing("Six steps from one GPU to many", "", NARROW)
+    drawing = Drawing("Six steps from one GPU to many", "")
     drawing.words(4, 20, "your script, for one GPU", bold=True)
-    drawing.words(NARROW - 4, 20, "new lines", anchor="end")
+    drawing.words(WIDTH - 4, 20, "new lines", anchor="end")
     top, high = 40, 58
     end = top + high * len(STEPS)
     drawing.line(20, 28, 20, end - 4, arrow=True)
@@ -206,7 +206,7 @@ def draw_convert() -> str:
         added = sum(line.startswith("+") for line in diff.splitlines())
         drawing.button(6, y, 28, 28, "you", str(number + 1))
         drawing.words(46, y + 19, name, bold=True)
-        drawing.words(NARROW - 4, y + 19, f"+{added}", anchor="end")
+        drawing.words(WIDTH - 4, y + 19, f"+{added}", anchor="end")
         wrong = [row for row, cells in table.items() if cells[number] == "WRONG"]
         marks = (("right", "✓", cured_rows(table, number)), ("wrong", "✗", wrong))
         x = 46.0

@@ -1,7 +1,7 @@
 """Draw what the process of stage 01 holds, kind by kind."""
 
 from benchmarks.result_files import MIB, Results, origin_line
-from docs.pictures.svg import NARROW, Drawing
+from docs.pictures.svg import WIDTH, Drawing
 
 KINDS = {  # how the picture calls what benchmarks/measure/memory.py counts
     "parameters": ("parameters",),
@@ -19,11 +19,11 @@ def draw(results: Results) -> str:
     total = sum(held.values())
     lines = {kind: f"{kind}: {size / MIB:.0f} MiB" for kind, size in held.items()}
     title = f"What one process holds: {total / MIB:.0f} MiB"
-    drawing = Drawing(title, "; ".join(lines.values()), NARROW)
+    drawing = Drawing(title, "; ".join(lines.values()))
     drawing.words(4, 18, title, bold=True)
     x = 4.0
     for kind, size in held.items():
-        width = (NARROW - 8) * size / total
+        width = (WIDTH - 8) * size / total
         drawing.box(x, 28, width - 0.7, 30, kind)
         x += width
     for place, (kind, line) in enumerate(lines.items()):

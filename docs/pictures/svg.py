@@ -8,8 +8,8 @@ page, except pale fills, which have an outline.
 from collections.abc import Iterable, Sequence
 from html import escape
 
-WIDTH = 600  # on a phone, a picture is as wide as the page: the text stays large enough
-NARROW, SHOWN = 480, 560  # its width, and how wide a page shows it: letters are larger then
+WIDTH = 480  # on a phone, a picture is as wide as the page: the text stays large enough
+SHOWN = 560  # how wide it is on a wider page
 SIZE = 16  # of the letters
 INK = "#767b83"
 COLORS = {
@@ -54,8 +54,8 @@ STRIPES = (
 class Drawing:
     """Shapes from top to bottom; `text` closes the file."""
 
-    def __init__(self, title: str, description: str, width: int = WIDTH) -> None:
-        self.title, self.description, self.width = title, description, width
+    def __init__(self, title: str, description: str) -> None:
+        self.title, self.description = title, description
         self.shapes: list[str] = []
 
     def box(
@@ -125,7 +125,7 @@ class Drawing:
         left = x
         for name in names:
             wide = 20 + 9 * len(name)
-            if x > left and x + wide > self.width:
+            if x > left and x + wide > WIDTH:
                 x, y = left, y + 22
             self.box(x, y, 14, 14, name, INK if name == "waiting" else "")
             self.words(x + 20, y + 13, name)
@@ -137,9 +137,8 @@ class Drawing:
             '<marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" '
             f'markerHeight="8" orient="auto"><path d="M0 0L8 4L0 8z" fill="{INK}"/></marker>'
         )
-        shown = SHOWN if self.width == NARROW else self.width
-        size = f'width="{shown}" height="{height * shown / self.width:.0f}"'
-        size += f' viewBox="0 0 {self.width} {height:.0f}"'
+        size = f'width="{SHOWN}" height="{height * SHOWN / WIDTH:.0f}"'
+        size += f' viewBox="0 0 {WIDTH} {height:.0f}"'
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" font-family="sans-serif">'
         )

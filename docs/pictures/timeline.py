@@ -7,7 +7,7 @@ from typing import NamedTuple
 from benchmarks.measure.timeline_recorder import MESSAGES, Kind, RecordedStep, Span
 from benchmarks.result_files import Results, origin_line
 from benchmarks.variants import VARIANTS
-from docs.pictures.svg import NARROW, SIZE, Drawing
+from docs.pictures.svg import SIZE, WIDTH, Drawing
 
 WAITING, SENDING = "waiting", "sending"
 # What a part may be: svg.py has a color for each.
@@ -121,9 +121,9 @@ def title(name: str, step: RecordedStep) -> str:
 def draw(rows: Sequence[tuple[str, RecordedStep]], caption: Sequence[str]) -> str:
     """rows: of each recording, its name and the step that is shown."""
     longest = max(step["ms"] for _, step in rows)
-    scale = (NARROW - LEFT - RIGHT) / longest
+    scale = (WIDTH - LEFT - RIGHT) / longest
     titles = [title(name, step) for name, step in rows]
-    drawing = Drawing("What a training step is spent on", ". ".join(titles), NARROW)
+    drawing = Drawing("What a training step is spent on", ". ".join(titles))
     seen = {kind for _, step in rows for lane in lanes(step) for kind, *_ in lane.parts}
     y = drawing.legend(4, [kind for kind in KINDS if kind in seen])
     for (_, step), text in zip(rows, titles, strict=True):
@@ -140,7 +140,7 @@ def draw(rows: Sequence[tuple[str, RecordedStep]], caption: Sequence[str]) -> st
             y += lane.height + (2 if lane.height == 20 else 8)
         y += 6
     y += 4
-    drawing.line(LEFT, y, NARROW - RIGHT, y)
+    drawing.line(LEFT, y, WIDTH - RIGHT, y)
     for tick in ticks(longest):
         x = LEFT + tick * scale
         drawing.line(x, y, x, y + 5)
