@@ -79,7 +79,7 @@ def draw_dataparallel() -> str:
         drawing.line(begin, y, end, y, arrow=True)
         drawing.words(WIDTH / 2, y - 6, text, "sending", "middle")
 
-    part(main, 28, "batch", f"1 batch of {whole}")
+    part(main, 28, "parameters", "1 model, batch")
     sent(82, "2 scatter samples")
     sent(112, "3 all weights")
     for x in (main, other):
