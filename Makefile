@@ -71,6 +71,7 @@ bench-all: bench  ## measure all sections of bench.py again, for half an hour or
 	$(RUN) benchmarks/bench.py reducers
 	$(RUN) benchmarks/bench.py shm
 	$(RUN) benchmarks/bench.py timeline
+	$(RUN) benchmarks/bench.py drift
 	$(RUN) benchmarks/bench.py survive
 	$(RUN) benchmarks/bench.py shard
 	$(RUN) benchmarks/bench.py puzzles

@@ -27,7 +27,7 @@ from partition import DataPartitioner
 def average_gradients(model: nn.Module) -> None:
     """Give each rank the mean of all ranks' gradients: the gradient of the global batch."""
     for parameter in model.parameters():
-        if parameter.grad is not None:  # must be None on all ranks or on none
+        if parameter.grad is not None:  # either every rank has this gradient, or none
             dist.all_reduce(parameter.grad)  # the sum; all ranks have the parameters in one order
             parameter.grad /= dist.get_world_size()
 
@@ -75,7 +75,7 @@ def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> tuple[
 @exit_on(UsageError)
 def train(rank: int, world_size: int, port: int, local_batch: int, args: Namespace) -> None:
     """What each process does, from meeting the others to the last epoch."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # spawn sends SIGINT, which a launcher may ignore
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # so this process ends if its parent is killed
     device = torch.device("cpu")
     if args.device == "cuda":  # place 3: GPU 0 for rank 0, GPU 1 for rank 1, and so on
         device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -120,7 +120,7 @@ def main() -> None:
     if args.backend == "nccl" and gpus < args.world_size:
         raise UsageError("--backend nccl needs a GPU for each rank: try --backend gloo")
     local_batch = local_batch_size(args.batch_size, args.world_size)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core per rank; the ranks import torch anew
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread for each rank, read as it starts
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a free port
     mp.spawn(train, (args.world_size, store.port, local_batch, args), nprocs=args.world_size)
 

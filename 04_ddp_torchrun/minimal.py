@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDatas
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if device.type == "cuda":  # a GPU for each process: from here on, "cuda" is mine
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # my number on this machine
-dist.init_process_group()  # meet the other processes that torchrun has started
+dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # meet the other processes
 rank, world_size = dist.get_rank(), dist.get_world_size()  # my number, and how many there are
 torch.manual_seed(0)
 inputs = torch.randn(6000, 64)
@@ -21,8 +21,9 @@ test_set = TensorDataset(inputs[5000:], labels[5000:])
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
 ddp = DistributedDataParallel(model)  # averages gradients in backward; model itself is saved
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+local_batch = 100 // world_size  # 100 samples per step, all ranks together
 sampler = DistributedSampler(train_set)  # deals the samples out to the ranks
-loader = DataLoader(train_set, batch_size=100 // world_size, sampler=sampler)  # at most 100 in all
+loader = DataLoader(train_set, batch_size=local_batch, sampler=sampler)
 test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), batch_size=100)
 
 for epoch in range(5):
@@ -32,7 +33,6 @@ for epoch in range(5):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-
     correct = torch.zeros((), device=device)
     with torch.no_grad():
         for x, y in test_loader:

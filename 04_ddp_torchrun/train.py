@@ -22,18 +22,18 @@ from common.options import UsageError, exit_on, make_parser
 from common.record import Recorder
 
 
-@exit_on(RuntimeError)  # torch raises it for a port in use or a wrong GLOO_SOCKET_IFNAME
+@exit_on(RuntimeError)  # a port in use, say, ends the run in one line
 def join_process_group(args: Namespace) -> torch.device:
     """Meet the other ranks that torchrun has started; returns the device of this one."""
-    if "LOCAL_RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+    if "LOCAL_RANK" not in os.environ:  # torchrun sets it: the number of this rank on its machine
         raise UsageError("start it with torchrun --standalone --nproc-per-node=2 SCRIPT")
     if args.device == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    # %, because a launcher may show each rank only its own GPU, as number 0
+    # Local rank 0 takes GPU 0, 1 takes 1. With %, ranks may share a GPU, or see only their own.
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    dist.init_process_group(args.backend, device_id=device if args.backend == "nccl" else None)
+    torch.cuda.set_device(device)  # from here on, "cuda" means this GPU
+    dist.init_process_group(args.backend)
     return device
 
 
@@ -90,8 +90,8 @@ def main() -> None:
     model = build_model(args.model, train_set, local_batch).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     progress = load_checkpoint(args, model, optimizer)
-    # The lesson: torchrun's ranks have met, DDP averages in backward, a sampler deals out.
-    ddp = DistributedDataParallel(model)  # rank 0's weights now, mean gradients in each backward
+    # The lesson: wrap the model and train the wrapper, but evaluate and save the model inside it.
+    ddp = DistributedDataParallel(model)  # sends rank 0's weights; averages in each backward
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # place 4: no repeats
     options = loader_options(args)  # worker processes, pinned memory
     loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)

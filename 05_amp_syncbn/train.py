@@ -1,4 +1,4 @@
-"""Stage 05: mixed precision, and SyncBatchNorm: a comment marks where each lesson begins.
+"""Stage 05: mixed precision (lesson 1, in the loop) and SyncBatchNorm (lesson 2, in main).
 
 torchrun --standalone --nproc-per-node=2 05_amp_syncbn/train.py --model net-bn --amp bf16
 """
@@ -25,18 +25,18 @@ from sync_batchnorm import convert_sync_batchnorm
 AMP_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@exit_on(RuntimeError)  # torch raises it for a port in use or a wrong GLOO_SOCKET_IFNAME
+@exit_on(RuntimeError)  # a port in use, say, ends the run in one line
 def join_process_group(args: Namespace) -> torch.device:
     """Meet the other ranks that torchrun has started; returns the device of this one."""
-    if "LOCAL_RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+    if "LOCAL_RANK" not in os.environ:  # torchrun sets it: the number of this rank on its machine
         raise UsageError("start it with torchrun --standalone --nproc-per-node=2 SCRIPT")
     if args.device == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    # %, because a launcher may show each rank only its own GPU, as number 0
+    # Local rank 0 takes GPU 0, 1 takes 1. With %, ranks may share a GPU, or see only their own.
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    dist.init_process_group(args.backend, device_id=device if args.backend == "nccl" else None)
+    torch.cuda.set_device(device)  # from here on, "cuda" means this GPU
+    dist.init_process_group(args.backend)
     return device
 
 
@@ -44,24 +44,24 @@ def train_epoch(
     model: nn.Module,
     loader: Iterable,
     optimizer: SGD,
-    device: torch.device,
-    autocast: torch.autocast,
     scaler: torch.amp.GradScaler,
+    device: torch.device,
     recorder: Recorder,
 ) -> Tensor:
     """One pass over this rank's samples; returns each step's mean loss of all ranks, (steps,)."""
+    dtype = AMP_DTYPES[recorder.args.amp]  # None: autocast stays off
     model.train()
     losses = []
     for images, labels in loader:
         images = images.to(device, non_blocking=True)  # (B, C, H, W)
         labels = labels.to(device, non_blocking=True)  # (B,)
-        # The lesson on mixed precision: a context for forward and loss, a scaler for the update.
-        with autocast:  # with --amp, convolutions and matrix products run in 16 bits
+        # Lesson 1: in this context, convolutions and matrix products run in 16 bits.
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
             loss = F.cross_entropy(model(images), labels)  # the mean over the local batch
         optimizer.zero_grad()
         scaler.scale(loss).backward()  # scaled up, because fp16 rounds small gradients to 0
         scaler.step(optimizer)  # scaled back; a step with inf or nan is skipped
-        scaler.update()
+        scaler.update()  # chooses the next scale
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
         if recorder.step():  # counts and times it; true at --max-steps
             break
@@ -103,20 +103,19 @@ def main() -> None:
 
     train_set, test_set = load_dataset(args)
     torch.manual_seed(args.seed)
-    # The lesson on SyncBatchNorm: in training, BatchNorm sees the global batch.
     batchnorm_batch = args.batch_size if args.sync_bn else local_batch
     model = build_model(args.model, train_set, batchnorm_batch).to(device)
+    # Lesson 2: in training, BatchNorm sees the global batch.
     if args.sync_bn:  # PyTorch's own layer refuses to train on a CPU, so there, ours does
         if args.device == "cuda":
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         else:
             model = convert_sync_batchnorm(model)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    autocast = torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "off")
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")  # bf16 needs none
     progress = load_checkpoint(args, model, optimizer, scaler=scaler)
 
-    ddp = DistributedDataParallel(model)  # rank 0's weights now, mean gradients in each backward
+    ddp = DistributedDataParallel(model)  # sends rank 0's weights; averages in each backward
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # place 4: no repeats
     options = loader_options(args)  # worker processes, pinned memory
     loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)
@@ -129,7 +128,7 @@ def main() -> None:
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
         torch.manual_seed(args.seed + epoch * world_size + rank)  # place 5: its own dropout masks
         recorder.start_epoch(len(loader))
-        losses = train_epoch(ddp, loader, optimizer, device, autocast, scaler, recorder)
+        losses = train_epoch(ddp, loader, optimizer, scaler, device, recorder)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))  # in fp32
         if rank == 0:  # place 6: one writer; a collective in here would wait forever
             save_checkpoint(recorder, model, optimizer, scaler=scaler)

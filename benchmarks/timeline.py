@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "packages/prove/src"))
 
-from benchmarks.measure.recordings import median_step, record
+from benchmarks.measure.recordings import choose_step, record
 from common.options import Parser, UsageError, exit_on
 from docs.pictures.timeline import draw, table
 
@@ -28,12 +28,12 @@ def main() -> None:
     args = parser.parse_args()
     command = [args.program, *args.flags]
     recordings = record(command, quiet=False)
-    shown = median_step(recordings)
+    shown = choose_step(recordings)
     torch, gpu = recordings[0]["torch"].partition("+")[0], recordings[0]["gpu"] or "CPU"
     caption = f"One step, the median of {shown['steps']}; {gpu}, torch {torch}."
     name = Path(next((word for word in command if word.endswith(".py")), args.program)).name
-    Path("timeline.svg").write_text(draw([(name, shown["median"])], [caption]))
-    print(table(shown["median"]))
+    Path("timeline.svg").write_text(draw([(name, shown["shown"])], [caption]))
+    print(table(shown["shown"]))
     print("wrote timeline.svg: open it in a browser")
 
 

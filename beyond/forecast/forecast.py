@@ -40,12 +40,12 @@ LINKS = {
 class Forecast:
     """A job whose local batch stays the same on any number of GPUs.
 
-    job: one micro-batch on one GPU. intra_node, inter_node: the links in a node and across nodes.
-    bytes_factor: bytes sent for each byte of gradients.
+    job: one micro-batch on one GPU. batch: its samples. intra_node, inter_node: the links in a node
+    and across nodes. bytes_factor: bytes sent for each byte of gradients.
     """
 
     job: Job
-    batch: int
+    batch: float
     gpus_per_node: int
     intra_node: Link
     inter_node: Link
@@ -60,6 +60,17 @@ class Forecast:
         return two_levels(
             size * self.bytes_factor, gpus, self.gpus_per_node, self.intra_node, self.inter_node
         )
+
+    def sharing_one_batch(self, gpus: int, half_seconds: float) -> "Forecast":
+        """The job whose GPUs divide the batch of one among them, so each step computes less.
+
+        half_seconds: one GPU's step with half the batch. A part of a step is as long for any batch;
+        it follows from the two, and the rest shrinks with the batch.
+        """
+        fixed = 2 * half_seconds - self.job.seconds
+        seconds = fixed + (self.job.seconds - fixed) / gpus
+        job = replace(self.job, forward=seconds / 3, backward=2 * seconds / 3)
+        return replace(self, job=job, batch=self.batch / gpus)
 
     def rate(self, gpus: int) -> float:
         """Samples per second of all GPUs together."""
@@ -125,6 +136,8 @@ def parse_args() -> Namespace:
     add("--parameters", type=real, metavar="N", help="of another model, such as 7e6")
     add("--batch-size", default=64, type=positive, metavar="N", help="on each GPU")
     add("--step-ms", type=real, metavar="F", help="step of one GPU with that batch")
+    add("--half-step-ms", type=real, metavar="F", help="the same with half the batch; for --hours")
+    add("--hours", type=real, metavar="F", help="that one GPU needs for the whole job")
     add("--gpus", default=64, type=positive, metavar="N", help="GPUs in all")
     add("--gpus-per-node", default=8, type=positive, metavar="N", help="1: a cable per GPU")
     add("--inside", default="nvlink-h100", choices=LINKS, help="the link in a node")
@@ -137,6 +150,13 @@ def parse_args() -> Namespace:
 def plan(args: Namespace) -> Forecast:
     if args.step_ms is None:
         raise UsageError("there is no step time: run stage 01, or try --step-ms 45")
+    if args.half_step_ms and not args.step_ms / 2 <= args.half_step_ms <= args.step_ms:
+        raise UsageError(
+            f"--half-step-ms {args.half_step_ms:g}: half the batch takes half of --step-ms or more "
+            f"and at most all of it: try a number from {args.step_ms / 2:g} to {args.step_ms:g}"
+        )
+    if args.half_step_ms and not args.hours:
+        raise UsageError("--half-step-ms is for --hours, which is missing: try --hours 216")
     if args.gpus > args.gpus_per_node and args.gpus % args.gpus_per_node:
         raise UsageError(
             f"--gpus {args.gpus} are not whole nodes of {args.gpus_per_node}: "
@@ -159,7 +179,17 @@ def row(name: object, forecast: Forecast, gpus: int) -> tuple:
     batch = forecast.batch * forecast.accumulate * gpus
     step, rate = 1000 * forecast.seconds(gpus), forecast.rate(gpus)
     ends = f"{forecast.efficiency(gpus):.0%}", forecast.bound(gpus)
-    return name, f"{batch:,}", f"{step:,.1f}", f"{rate:,.0f}", *ends
+    return name, f"{batch:,.0f}", f"{step:,.1f}", f"{rate:,.0f}", *ends
+
+
+def hours(args: Namespace, forecast: Forecast, gpus: int) -> list[str]:
+    """What the whole job takes with the same batch on each GPU, and with the same in all."""
+    if not args.hours:
+        return []
+    jobs = [forecast]
+    if args.half_step_ms:
+        jobs.append(forecast.sharing_one_batch(gpus, args.half_step_ms / 1000))
+    return [f"{args.hours * forecast.rate(1) / job.rate(gpus):,.0f}" for job in jobs]
 
 
 def main() -> None:
@@ -171,11 +201,13 @@ def main() -> None:
     heads = ("global batch", "step, ms", "samples/s", "efficiency", "bound by")
     right = *("right",) * 4, "left"
     rows = [
-        row(n, forecast, n)
+        (*row(n, forecast, n), *hours(args, forecast, n))
         for n in counts_to(args.gpus)
         if n <= args.gpus_per_node or not n % args.gpus_per_node
     ]
-    print(tabulate(rows, ("GPUs", *heads), colalign=("right", *right), disable_numparse=True))
+    more = ("hours", f"hours, {args.batch_size} in all")[: len(hours(args, forecast, 1))]
+    align = ("right", *right, *["right"] * len(more))
+    print(tabulate(rows, ("GPUs", *heads, *more), colalign=align, disable_numparse=True))
     if args.gpus > 1:
         rows = [row(name, remedy, n) for name, remedy, n in forecast.remedies(args.gpus)]
         remedy_heads = (f"{args.gpus} GPUs, but", *heads)

@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.result_files import MACHINE, load
 from benchmarks.tables.pages import find_tables
 from common.options import Parser
-from docs.pictures import formats, lessons, memory, timeline
+from docs.pictures import curves, formats, lessons, maps, memory, timeline
 from local_ranks.chapters import ROOT
 
 FOLDER = Path(__file__).parent
@@ -24,12 +24,21 @@ def draw_speeds() -> str:
     return formats.draw_speeds(find_tables()["formats"].results())
 
 
+def draw_losses() -> str:
+    return curves.draw_losses(load("drift"))
+
+
+def draw_drift() -> str:
+    return curves.draw_drift(load("drift"))
+
+
 def draw_timeline(model: str, *stages: str) -> str:
     """A recorded step of these stages; without stages, of all."""
     return timeline.picture(load("timeline")[model], stages)
 
 
 PICTURES: dict[str, Callable[[], str]] = {
+    "course": maps.draw_course,
     "mean": lessons.draw_mean,
     "dataparallel": lessons.draw_dataparallel,
     "allreduce": lessons.draw_allreduce,
@@ -42,12 +51,16 @@ PICTURES: dict[str, Callable[[], str]] = {
     "speeds": draw_speeds,
     "levels": lessons.draw_levels,
     "memory": draw_memory,
+    "convert": maps.draw_convert,
+    "drift": draw_drift,
+    "losses": draw_losses,
+    "scaling": curves.draw_scaling,
     "timeline": partial(draw_timeline, "net-bn"),
-    "timeline_01": partial(draw_timeline, "net-bn", "01"),
-    "timeline_02": partial(draw_timeline, "net-bn", "02", "04"),
-    "timeline_03": partial(draw_timeline, "net-bn", "01", "03"),
-    "timeline_04": partial(draw_timeline, "net-bn", "03", "04"),
-    "timeline_05": partial(draw_timeline, "net-bn", "04", "05"),
+    "timeline_01": partial(draw_timeline, "net", "01"),
+    "timeline_02": partial(draw_timeline, "net-bn", "02"),
+    "timeline_03": partial(draw_timeline, "net", "03"),
+    "timeline_04": partial(draw_timeline, "net", "04"),
+    "timeline_05": partial(draw_timeline, "net-bn", "05"),
     "timeline_resnet18": partial(draw_timeline, "resnet18", "03", "04"),
 }
 

@@ -18,14 +18,14 @@ FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def draw_formats() -> str:
     """The bits of each format, and which of the sizes that a gradient has it can hold."""
     drawing = Drawing("What a number of 32 or 16 bits holds", "")
-    draw_bits(drawing, 74)
-    draw_ranges(drawing, 74)
-    return drawing.text(350)
+    draw_bits(drawing, 60)
+    draw_ranges(drawing, 60)
+    return drawing.text(374)
 
 
 def draw_bits(drawing: Drawing, left: float) -> None:
     names = {"sign": "sign", "exponent": "exponent: how large", "fraction": "fraction: how exact"}
-    for begin, (kind, name) in zip((left, 150, 352), names.items(), strict=True):
+    for begin, (kind, name) in zip((4, 76, 276), names.items(), strict=True):
         drawing.box(begin, 4, 14, 14, kind)
         drawing.words(begin + 20, 17, name)
     for row, (name, dtype) in enumerate(FORMATS.items()):
@@ -35,12 +35,12 @@ def draw_bits(drawing: Drawing, left: float) -> None:
         drawing.words(4, y + 19, name, bold=True)
         kinds = ["sign"] + ["exponent"] * exponent + ["fraction"] * fraction
         for place, kind in enumerate(kinds):
-            drawing.box(left + 15.5 * place, y, 14, 26, kind)
+            drawing.box(left + 13 * place, y, 11.5, 26, kind)
 
 
 def draw_ranges(drawing: Drawing, left: float) -> None:
     low, high = -46, 40  # powers of ten
-    scale = (WIDTH - left - 8) / (high - low)
+    scale = (WIDTH - left - 22) / (high - low)
 
     def place(value: float) -> float:
         return left + (math.log10(value) - low) * scale
@@ -60,16 +60,16 @@ def draw_ranges(drawing: Drawing, left: float) -> None:
     drawing.line(place(small), 240, place(small), y - 6)
     drawing.line(place(small), y, place(small * 65536), y, arrow=True)
     drawing.box(place(small) - 4, y - 4, 8, 8, "gradients")
-    text = "a gradient of 1e-8 is 0 in fp16; times 65536, it fits"
-    drawing.words(place(1.0) - 8, y + 24, text, anchor="middle", bold=True)
+    for row, text in enumerate(("a gradient of 1e-8 is 0 in fp16;", "times 65536, it fits")):
+        drawing.words(WIDTH - 8, y + 26 + 20 * row, text, anchor="end", bold=True)
 
 
 class Choice(Enum):
     """What autocast does with the format of a layer's input."""
 
-    CASTS = "16 bits"  # to bf16, whatever comes
-    FOLLOWS = "16 bits as they come"
     NEITHER = "32 bits"
+    CASTS = "converts to 16 bits"  # to bf16, whatever comes
+    FOLLOWS = "stays in 16 bits"
 
 
 def choices_of_autocast() -> list[tuple[str, Choice]]:
@@ -101,25 +101,31 @@ def draw_autocast() -> str:
         f"Of the {len(choices)} parts of a forward, {casts} convert their input and their weights "
         "to bf16. The layers between them take what comes. The images and the loss are in fp32.",
     )
-    per_row = 5
+    per_row, wide, high, below = 4, 106, 46, 56
     for place, (name, choice) in enumerate(choices):
         row, column = divmod(place, per_row)
-        x, y = 4 + 119 * column, 8 + 48 * row
-        if choice is Choice.NEITHER:
-            drawing.box(x, y, 106, 32, "none", INK)
-            drawing.words(x + 53, y + 22, name, anchor="middle", bold=True)
-        else:
-            drawing.button(x, y, 106, 32, choice.value, name)
+        x, y = 4 + 122 * column, 4 + below * row
+        draw_choice(drawing, x, y, wide, high, name, choice)
         if place + 1 < len(choices) and column + 1 < per_row:
-            drawing.line(x + 106, y + 16, x + 118, y + 16, arrow=True)
-    bottom = 8 + 48 * -(-len(choices) // per_row)
-    drawing.box(4, bottom, 14, 14, "none", INK)
-    drawing.words(24, bottom + 13, "32 bits")
-    drawing.box(119, bottom, 14, 14, Choice.CASTS.value)
-    drawing.words(139, bottom + 13, "converts to 16 bits")
-    drawing.box(322, bottom, 14, 14, Choice.FOLLOWS.value)
-    drawing.words(342, bottom + 13, Choice.FOLLOWS.value)
-    return drawing.text(bottom + 24)
+            drawing.line(x + wide, y + high / 2, x + 121, y + high / 2, arrow=True)
+    y = 20 + below * -(-len(choices) // per_row)
+    for choice in Choice:
+        draw_choice(drawing, 4, y, 40, high, "", choice)
+        drawing.words(54, y + high / 2 + 6, choice.value)
+        y += 34 if choice is not Choice.NEITHER else 46
+    return drawing.text(y + 14)
+
+
+def draw_choice(
+    drawing: Drawing, x: float, y: float, wide: float, high: float, name: str, choice: Choice
+) -> None:
+    """A box as high as its numbers are long; a filled one converts them."""
+    if choice is not Choice.NEITHER:
+        y, high = y + high / 4, high / 2
+    is_filled = choice is Choice.CASTS
+    drawing.box(x, y, wide, high, "16 bits" if is_filled else "none", INK)
+    color = "#fff" if is_filled else INK
+    drawing.words(x + wide / 2, y + high / 2 + 6, name, color, "middle", bold=True)
 
 
 def draw_speeds(results: Results) -> str:

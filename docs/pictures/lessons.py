@@ -22,37 +22,35 @@ def draw_mean() -> str:
     """One step of y = weight × x on four samples, by two ranks and by one process."""
     samples, rate = torch.tensor([1.0, 2.0, 3.0, 4.0]), 0.01
     parts = [samples[rank::2] for rank in (0, 1)]
-    each = [gradient(part) for part in parts]
+    each, whole = [gradient(part) for part in parts], gradient(samples)
     average = sum(each) / 2
+    assert average == whole
     drawing = Drawing(
         "One step of data-parallel training",
         f"Two ranks hold the same weight and different samples. Their gradients, {each[0]:g} and "
-        f"{each[1]:g}, are averaged to {average:g}, and both make the same update.",
+        f"{each[1]:g}, are averaged to {average:g}, and both make the same update, which is that "
+        f"of one process with all samples. (The model is weight × x, the target 2x, the loss the "
+        f"squared error, the samples {samples.tolist()}, the rate {rate}.)",
     )
-    middle = WIDTH / 2
-    drawing.words(188, 28, "a batch of four:", anchor="end")
-    for i, sample in enumerate(samples.tolist()):
-        drawing.button(200 + 52 * i, 8, 44, 30, f"rank {i % 2}", f"{sample:g}")
-    for rank, part in enumerate(parts):
-        first, second = part.tolist()
-        lines = [f"rank {rank}", f"forward and backward of {first:g} and {second:g}"]
-        sums = " and ".join(minus(gradient(sample)) for sample in part)
-        own, shared = 149 + 302 * rank, middle + (60 if rank else -60)
-        drawing.line(shared, 42, own, 64, arrow=True)
-        lines.append(f"mean of {sums}: {minus(each[rank])}")
-        drawing.card(own, 68, 290, f"rank {rank}", lines)
-        drawing.line(own, 144, shared, 166, arrow=True)
-        drawing.line(shared, 206, own, 228, arrow=True)
-        new = f"optimizer: weight 1 → {1 - rate * average:g}"
-        drawing.card(own, 232, 290, INK, [new])
-    means = f"the mean of {minus(each[0])} and {minus(each[1])} is {minus(average)}"
-    drawing.card(middle, 170, 400, "sending", [f"all-reduce: {means}"])
-    whole = gradient(samples)
-    ending = f"One process with all four: gradient {minus(whole)}, weight 1 → {1 - rate * whole:g}."
-    drawing.words(middle, 292, ending, anchor="middle", bold=True)
-    rule = f"(model: weight × x, target: 2x, squared error, rate {rate})"
-    drawing.words(middle, 316, rule, anchor="middle")
-    return drawing.text(326)
+    middle, wide = WIDTH / 2, 224
+    drawing.words(middle - 70, 24, "a batch of samples", anchor="end")
+    for i in range(4):
+        drawing.box(middle - 54 + 30 * i, 8, 22, 22, f"rank {i % 2}")
+    for rank in (0, 1):
+        own, shared = 116 + 248 * rank, middle + (54 if rank else -54)
+        drawing.line(shared, 36, own, 56, arrow=True)
+        drawing.card(own, 60, wide, f"rank {rank}", [f"rank {rank}", "forward, backward"])
+        drawing.words(own, 134, "its gradient", anchor="middle")
+        drawing.words(own, 156, minus(each[rank]), f"rank {rank}", "middle", bold=True)
+        drawing.line(own, 164, shared, 184, arrow=True)
+        drawing.line(shared, 226, own, 246, arrow=True)
+        drawing.words(own, 266, "the same gradient", anchor="middle")
+        drawing.words(own, 288, minus(average), "gradients", "middle", bold=True)
+        drawing.card(own, 298, wide, INK, [f"weight: 1 → {1 - rate * average:g}"])
+    drawing.card(middle, 188, 330, "sending", ["all-reduce: the mean of both"])
+    ending = f"One process with all four samples: gradient {minus(whole)}, too"
+    drawing.words(middle, 362, ending, anchor="middle", bold=True)
+    return drawing.text(374)
 
 
 def minus(number: float) -> str:
@@ -69,7 +67,7 @@ def draw_dataparallel() -> str:
         f"forward on {half} samples, the main device computes the loss of all {whole} outputs, "
         "and gradients go back to it. The copy on device 1 is then thrown away.",
     )
-    width, main, other = 198, 4, WIDTH - 202
+    width, main, other = 148, 4, WIDTH - 152
     for x, name in ((main, "main device"), (other, "device 1")):
         drawing.words(x + width / 2, 18, name, anchor="middle", bold=True)
 
@@ -81,18 +79,18 @@ def draw_dataparallel() -> str:
         drawing.line(begin, y, end, y, arrow=True)
         drawing.words(WIDTH / 2, y - 6, text, "sending", "middle")
 
-    part(main, 28, "parameters", f"1 model, batch of {whole}")
-    sent(82, f"2 scatter: {half} samples")
+    part(main, 28, "parameters", "1 model, batch")
+    sent(82, "2 scatter samples")
     sent(112, "3 all weights")
-    for x, replica in ((main, 0), (other, 1)):
-        part(x, 126, "forward", f"4 forward, replica {replica}")
-    sent(182, f"5 gather: {half} outputs", back=True)
-    part(main, 192, "forward", f"6 loss of {whole} outputs")
-    sent(246, "7 gradients of outputs")
+    for x in (main, other):
+        part(x, 126, "forward", "4 forward")
+    sent(182, "5 gather outputs", back=True)
+    part(main, 192, "forward", f"6 loss of {whole}")
+    sent(246, "7 output gradients")
     for x in (main, other):
         part(x, 260, "backward", "7 backward")
-    sent(316, "7 gradients of weights", back=True)
-    part(main, 326, "optimizer", "sum, then optimizer")
+    sent(316, "7 weight gradients", back=True)
+    part(main, 326, "optimizer", "sum, optimizer")
     drawing.box(other, 326, width, 34, "none", INK)
     drawing.words(other + width / 2, 349, "copy thrown away", anchor="middle")
     for x, stops in ((main, (62, 160, 226, 294)), (other, (160, 294))):
@@ -113,21 +111,21 @@ def draw_allreduce() -> str:
     )
     columns = (("its gradient", before), ("the sum", after), ("divided by 2", after / 2))
     for number, (name, tensors) in enumerate(columns):
-        x = 90 + 180 * number
-        drawing.words(x + 62, 20, name, anchor="middle", bold=True)
+        x = 66 + 148 * number
+        drawing.words(x + 56, 20, name, anchor="middle", bold=True)
         for rank, tensor in enumerate(tensors.tolist()):
             y = 34 + 88 * rank
             for place, value in enumerate(tensor):
                 kind = f"rank {rank}" if number == 0 else "gradients"
-                drawing.button(x + 64 * place, y, 60, 40, kind, f"{value:g}")
+                drawing.button(x + 58 * place, y, 54, 40, kind, f"{value:g}")
     for rank in (0, 1):
         y = 54 + 88 * rank
-        drawing.words(6, y + 6, f"rank {rank}", f"rank {rank}", bold=True)
-        drawing.line(220, y, 264, y, arrow=True)
-        drawing.line(400, y, 444, y, arrow=True)
-    drawing.line(220, 66, 264, 130, arrow=True)
-    drawing.line(220, 130, 264, 66, arrow=True)
-    drawing.words(242, 186, "all-reduce", "sending", "middle", bold=True)
+        drawing.words(4, y + 6, f"rank {rank}", f"rank {rank}", bold=True)
+        drawing.line(182, y, 210, y, arrow=True)
+        drawing.line(330, y, 358, y, arrow=True)
+    drawing.line(182, 66, 210, 130, arrow=True)
+    drawing.line(182, 130, 210, 66, arrow=True)
+    drawing.words(196, 186, "all-reduce", "sending", "middle", bold=True)
     return drawing.text(194)
 
 
@@ -143,28 +141,29 @@ def draw_ranks() -> str:
         ),
     )
     for node in range(nodes):
-        left = 6 + 298 * node
-        drawing.box(left, 4, 290, 190, "none", INK)
-        drawing.words(left + 145, 26, f"node {node}", anchor="middle", bold=True)
-        command = f"torchrun --nnodes={nodes} --node-rank={node}"
-        drawing.words(left + 145, 46, command, anchor="middle")
+        left = 2 + 242 * node
+        drawing.box(left, 4, 234, 190, "none", INK)
+        drawing.words(left + 117, 26, f"node {node}", anchor="middle", bold=True)
+        command = f"torchrun --node-rank={node}"
+        drawing.words(left + 117, 46, command, anchor="middle")
         for local in range(gpus):
-            x, rank = left + 12 + 136 * local, node * gpus + local
-            drawing.box(x, 58, 130, 74, "none", INK)
-            drawing.words(x + 65, 80, "process", anchor="middle")
-            drawing.words(x + 65, 102, f"rank {rank}", anchor="middle", bold=True)
-            drawing.words(x + 65, 122, f"local rank {local}", anchor="middle")
-            drawing.line(x + 65, 134, x + 65, 150, arrow=True)
-            drawing.box(x + 15, 154, 100, 30, "none", INK)
-            drawing.words(x + 65, 175, f"GPU {local}", anchor="middle", bold=True)
-    total = f"WORLD_SIZE = {nodes * gpus}; rank = node × {gpus} + local rank; GPU = local rank"
-    drawing.words(WIDTH / 2, 220, total, anchor="middle")
-    return drawing.text(232)
+            x, rank = left + 6 + 113 * local, node * gpus + local
+            drawing.box(x, 58, 109, 74, "none", INK)
+            drawing.words(x + 54, 80, "process", anchor="middle")
+            drawing.words(x + 54, 102, f"rank {rank}", anchor="middle", bold=True)
+            drawing.words(x + 54, 122, f"local rank {local}", anchor="middle")
+            drawing.line(x + 54, 134, x + 54, 150, arrow=True)
+            drawing.box(x + 10, 154, 88, 30, "none", INK)
+            drawing.words(x + 54, 175, f"GPU {local}", anchor="middle", bold=True)
+    rules = f"WORLD_SIZE = {nodes * gpus}", f"rank = node × {gpus} + local rank, GPU = local rank"
+    for row, rule in enumerate(rules):
+        drawing.words(WIDTH / 2, 220 + 22 * row, rule, anchor="middle")
+    return drawing.text(252)
 
 
 def draw_levels() -> str:
     """What each of four ranks holds at the levels of shard/: Figure 1 of the ZeRO paper."""
-    count, width, gap = 4, 132, 16
+    count, width, gap = 4, 106, 16
     names = {"none": "DDP", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "FSDP"}
     whole = levels.formula("none", count)
     unit = width / sum(whole.values())
@@ -212,11 +211,12 @@ def cell(drawing: Drawing, place: int, y: float, sample: int, kind: str) -> None
 def draw_samples(*stages: str) -> str:
     """Who gets which of 10 samples, in two epochs with a global batch of 4."""
     count = 10
-    drawing = Drawing("Who gets which sample", f"{count} samples, a global batch of 4, two epochs.")
+    about = f"{count} samples, a global batch of 4, two epochs."
+    drawing = Drawing("Who gets which sample", about)
     names = {"01": "01, one process", "03": "03, dealt by hand"}
     for step in (0, 1):
         drawing.words(162 + 172 * step, 16, f"step {step + 1}", anchor="middle")
-    drawing.words(446, 16, "left out")
+    drawing.words(WIDTH - 4, 16, "left out", anchor="end")
     y = 22.0
     for epoch in (0, 1):
         for stage in stages:
@@ -234,7 +234,8 @@ def draw_samples(*stages: str) -> str:
                         cell(drawing, 4 * step + place, y, sample, kind)
                         left.remove(sample)
                 y += 30
-            drawing.words(446, y - 11, ", ".join(map(str, sorted(left))))
+            numbers = ", ".join(map(str, sorted(left)))
+            drawing.words(WIDTH - 4, y - 11, numbers, anchor="end")
             y += 6
     return drawing.text(y)
 
@@ -243,12 +244,13 @@ def draw_padding() -> str:
     """Seven samples for two ranks, dealt in three ways."""
     count = 7
     data = Subset(range(count), range(count))  # type: ignore[arg-type]
-    drawing = Drawing("What padding and drop_last do", "Seven samples, dealt to two ranks.")
+    about = "Seven samples, dealt to two ranks."
+    drawing = Drawing("What padding and drop_last do", about)
     ways: dict[str, Callable[[int], list[int]]] = {
-        "DistributedSampler(data): one sample comes twice": lambda rank: [
+        "DistributedSampler(data): one comes twice": lambda rank: [
             *DistributedSampler(data, 2, rank, shuffle=False)
         ],
-        "DistributedSampler(data, drop_last=True): one is left out": lambda rank: [
+        "with drop_last=True: one is left out": lambda rank: [
             *DistributedSampler(data, 2, rank, shuffle=False, drop_last=True)
         ],
         "range(rank, 7, 2), to evaluate: each sample once": lambda rank: [*range(rank, count, 2)],

@@ -28,10 +28,10 @@ def draw(results: Results) -> str:
         x += width
     for place, (kind, line) in enumerate(lines.items()):
         column, row = divmod(place, 3)
-        left, top = 4 + 290 * column, 72 + 24 * row
+        left, top = 4 + 244 * column, 72 + 24 * row
         drawing.box(left, top, 14, 14, kind)
         drawing.words(left + 20, top + 13, line)
-    about = "{model}, {image_size} pixels, global batch {global_batch}, at the end of forward."
-    drawing.words(4, 164, about.format(**results))
-    drawing.words(4, 182, origin_line(results["provenance"]))
-    return drawing.text(192)
+    about = "{model}, {image_size} pixels, global batch {global_batch},", "at the end of forward."
+    for row, text in enumerate((*about, origin_line(results["provenance"]))):
+        drawing.words(4, 164 + 20 * row, text.format(**results))
+    return drawing.text(214)

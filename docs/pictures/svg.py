@@ -8,7 +8,8 @@ page, except pale fills, which have an outline.
 from collections.abc import Iterable, Sequence
 from html import escape
 
-WIDTH = 600  # on a phone, a picture is as wide as the page: the text stays large enough
+WIDTH = 480  # on a phone, a picture is as wide as the page: the text stays large enough
+SHOWN = 560  # how wide it is on a wider page
 SIZE = 16  # of the letters
 INK = "#767b83"
 COLORS = {
@@ -28,9 +29,14 @@ COLORS = {
     # whose it is
     "rank 0": "#8c5bc7",
     "rank 1": "#0f868c",
-    # what autocast does with it
-    "16 bits": "#3d4752",
-    "16 bits as they come": "#71757c",
+    "measured": INK,
+    "you": "#6e6a86",
+    "same": INK,
+    # what comes of it
+    "right": "#3f9142",
+    "wrong": "#d5404a",
+    # what autocast converts
+    "16 bits": "#5f6670",
     # how images lie in memory
     "contiguous": "#9c7a6b",
     "channels_last": "#c8506a",
@@ -53,9 +59,17 @@ class Drawing:
         self.shapes: list[str] = []
 
     def box(
-        self, x: float, y: float, width: float, height: float, kind: str, outline: str = ""
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        kind: str,
+        outline: str = "",
+        dashes: str = "",
     ) -> None:
         edge = f' stroke="{COLORS.get(outline, outline)}"' if outline else ""
+        edge += f' stroke-dasharray="{dashes}"' if dashes else ""
         at = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 1):.1f}" height="{height:.1f}"'
         rounding = ' rx="4"' if outline else ""
         self.shapes.append(f'<rect {at}{rounding} fill="{COLORS.get(kind, kind)}"{edge}/>')
@@ -72,6 +86,12 @@ class Drawing:
         look = f'fill="{COLORS.get(kind, kind)}" font-size="{SIZE}" text-anchor="{anchor}"'
         look += ' font-weight="bold"' if bold else ""
         self.shapes.append(f'<text x="{x:.1f}" y="{y:.1f}" {look}>{escape(text)}</text>')
+
+    def words_up(self, x: float, y: float, text: str) -> None:
+        """Words that are read from below, and have their middle here."""
+        look = f'fill="{INK}" font-size="{SIZE}" font-weight="bold" text-anchor="middle"'
+        turned = f'transform="rotate(-90 {x:.1f} {y:.1f})"'
+        self.shapes.append(f'<text x="{x:.1f}" y="{y:.1f}" {look} {turned}>{escape(text)}</text>')
 
     def button(self, x: float, y: float, width: float, height: float, kind: str, text: str) -> None:
         """A filled box with a word in its middle."""
@@ -91,19 +111,34 @@ class Drawing:
         at = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
         self.shapes.append(f'<line {at} stroke="{INK}" stroke-width="1.5"{end}/>')
 
-    def legend(self, y: float, names: Iterable[str], x: float = 4) -> None:
-        """A square and a name for each, in one row."""
+    def curve(self, points: Iterable[tuple[float, float]], kind: str, dashes: str = "") -> None:
+        at = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        look = f'fill="none" stroke="{COLORS.get(kind, kind)}" stroke-width="3"'
+        look += f' stroke-dasharray="{dashes}"' if dashes else ""
+        self.shapes.append(f'<polyline points="{at}" {look} stroke-linejoin="round"/>')
+
+    def dot(self, x: float, y: float, kind: str) -> None:
+        self.shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{COLORS[kind]}"/>')
+
+    def legend(self, y: float, names: Iterable[str], x: float = 4) -> float:
+        """A square and a name for each, in as many rows as it takes; returns where they end."""
+        left = x
         for name in names:
+            wide = 20 + 9 * len(name)
+            if x > left and x + wide > WIDTH:
+                x, y = left, y + 22
             self.box(x, y, 14, 14, name, INK if name == "waiting" else "")
             self.words(x + 20, y + 13, name)
-            x += 36 + 8.6 * len(name)
+            x += wide + 12
+        return y + 22
 
     def text(self, height: float) -> str:
         arrow = (
             '<marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" '
             f'markerHeight="8" orient="auto"><path d="M0 0L8 4L0 8z" fill="{INK}"/></marker>'
         )
-        size = f'width="{WIDTH}" height="{height:.0f}" viewBox="0 0 {WIDTH} {height:.0f}"'
+        size = f'width="{SHOWN}" height="{height * SHOWN / WIDTH:.0f}"'
+        size += f' viewBox="0 0 {WIDTH} {height:.0f}"'
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" font-family="sans-serif">'
         )

@@ -1,6 +1,7 @@
 """Draw one step of each recording: what each rank loads, computes and sends, on one time axis."""
 
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import NamedTuple
 
 from benchmarks.measure.timeline_recorder import MESSAGES, Kind, RecordedStep, Span
@@ -108,18 +109,26 @@ def ticks(longest: float) -> list[float]:
     return [unit * i for i in range(int(longest / unit) + 1)]
 
 
+def title(name: str, step: RecordedStep) -> str:
+    """Its name and length, and how many messages each rank sends."""
+    counts = {len(messages_of([Span(*span) for span in rank["spans"]])) for rank in step["ranks"]}
+    text = f"{name}: {step['ms']:.1f} ms"
+    if len(counts) == 1 and (count := counts.pop()):
+        text += f", {count} messages" if count > 1 else ", 1 message"
+    return text
+
+
 def draw(rows: Sequence[tuple[str, RecordedStep]], caption: Sequence[str]) -> str:
     """rows: of each recording, its name and the step that is shown."""
     longest = max(step["ms"] for _, step in rows)
     scale = (WIDTH - LEFT - RIGHT) / longest
-    names = ", ".join(f"{name}: {step['ms']:.1f} ms" for name, step in rows)
-    drawing = Drawing("What a training step is spent on", names)
+    titles = [title(name, step) for name, step in rows]
+    drawing = Drawing("What a training step is spent on", ". ".join(titles))
     seen = {kind for _, step in rows for lane in lanes(step) for kind, *_ in lane.parts}
-    drawing.legend(4, [kind for kind in KINDS if kind in seen])
-    y = 30.0
-    for name, step in rows:
+    y = drawing.legend(4, [kind for kind in KINDS if kind in seen])
+    for (_, step), text in zip(rows, titles, strict=True):
         y += 20
-        drawing.words(4, y, f"{name}: {step['ms']:.1f} ms", bold=True)
+        drawing.words(4, y, text, bold=True)
         y += 8
         for lane in lanes(step):
             drawing.words(LEFT - 8, y + lane.height / 2 + 5, lane.name, anchor="end")
@@ -138,7 +147,7 @@ def draw(rows: Sequence[tuple[str, RecordedStep]], caption: Sequence[str]) -> st
         drawing.words(x, y + 20, f"{tick:g}", anchor="middle")
     drawing.words(LEFT - 8, y + 20, "ms", anchor="end")
     y += 28
-    for line in caption:
+    for line in (line for text in caption for line in wrap(text, 56)):
         y += SIZE + 2
         drawing.words(4, y, line)
     return drawing.text(y + 8)
@@ -175,7 +184,7 @@ def table(step: RecordedStep) -> str:
 def picture(results: Results, stages: Sequence[str] = ()) -> str:
     """Draw the recorded stages: those that are named, or all."""
     shown = stages or [*results["stages"]]
-    rows = [(VARIANTS[stage].label, results["stages"][stage]["median"]) for stage in shown]
-    about = f"{results['model']}, global batch {results['global_batch']}"
-    step = f"{about}: the step of median length of a recorded run."
-    return draw(rows, [step, origin_line(results["provenance"])])
+    rows = [(VARIANTS[stage].label, results["stages"][stage]["shown"]) for stage in shown]
+    about = f"{results['model']}, global batch {results['global_batch']}. "
+    about += "One of the shortest steps." if results["shorter"] < 0.5 else "The median step."
+    return draw(rows, [about, origin_line(results["provenance"])])

@@ -175,6 +175,13 @@ def ways() -> dict[str, dict]:
     return results_of("process_memory")[1]["ways"]
 
 
+def test_without_averaging_two_models_drift_apart_while_the_loss_falls():
+    for runs in (results_of("drift")[1]["runs"], committed("drift")["runs"]):
+        assert not any(runs["right"]["distance"])
+        assert 0 < runs["wrong"]["distance"][0] < runs["wrong"]["distance"][-1]
+        assert all(run["loss"][-1] < run["loss"][0] for run in runs.values())
+
+
 GRADIENT_BYTES = peak.parts_of(peak.Plan("net-bn", 28, "adam", "cpu"))["gradients"]
 
 

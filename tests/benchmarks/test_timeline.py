@@ -15,7 +15,7 @@ from torch.optim import SGD
 
 import from_scratch
 from benchmarks.measure import timeline_recorder
-from benchmarks.measure.recordings import median_step, read_recordings, recorder_variables
+from benchmarks.measure.recordings import choose_step, read_recordings, recorder_variables
 from benchmarks.measure.timeline_recorder import MESSAGES, Kind, RecordedStep, Recording, Span
 from docs.pictures import timeline
 from helpers.on_ranks import run_on_ranks
@@ -67,9 +67,9 @@ def test_the_step_shown_is_the_median_one_cut_at_its_ends():
         now += seconds
         steps.append([forward, span(Kind.OPTIMIZER, now - 0.1, now)])
     recording: Recording = {"rank": 0, "gpu": "", "torch": "", "steps": steps}
-    shown = median_step([recording])
-    assert (shown["steps"], shown["median"]["ms"]) == (3, 2000)
-    [rank] = shown["median"]["ranks"]
+    shown = choose_step([recording])
+    assert (shown["steps"], shown["shown"]["ms"]) == (3, 2000)
+    [rank] = shown["shown"]["ranks"]
     assert [(each.begin, each.end) for each in rank["spans"]] == [(0, 1000), (1900, 2000)]
 
 
@@ -107,7 +107,7 @@ def test_the_messages_of_a_step_are_seen_and_its_parts_follow_each_other(how, me
     run_on_ranks(2, _train, tmp_path, how)
     recordings = read_recordings(tmp_path)
     assert [each["rank"] for each in recordings] == [0, 1]
-    for rank in median_step(recordings)["median"]["ranks"]:
+    for rank in choose_step(recordings)["shown"]["ranks"]:
         sent = [span for span in rank["spans"] if span.kind in MESSAGES]
         assert len(sent) == messages
         [forward], [backward], [optimizer] = (
@@ -119,8 +119,8 @@ def test_the_messages_of_a_step_are_seen_and_its_parts_follow_each_other(how, me
 
 def test_the_replicas_of_data_parallel_are_threads_and_around_them_the_process_copies(tmp_path):
     run_on_ranks(1, _train, tmp_path, "threads")
-    shown = median_step(read_recordings(tmp_path))
-    process, *replicas = timeline.lanes(shown["median"])
+    shown = choose_step(read_recordings(tmp_path))
+    process, *replicas = timeline.lanes(shown["shown"])
     assert [lane.name for lane in replicas] == ["replica 0", "replica 1"]
     assert all([kind for kind, *_ in lane.parts] == ["forward"] for lane in replicas)
     assert [kind for kind, *_ in process.parts] == ["backward", "optimizer", "sending", "sending"]

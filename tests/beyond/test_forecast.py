@@ -1,6 +1,8 @@
 """A step on paper: what the chapters forecast, and when backward really has each gradient."""
 
+import json
 import random
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +16,7 @@ import step_model
 from helpers.on_ranks import on_ranks
 from helpers.outputs import output_of
 from helpers.refusals import assert_one_line, refusal
+from local_ranks.chapters import ROOT
 from local_ranks.stage_files import LESSON_FOLDERS, fresh_module
 
 SLOW = step_model.Link(1e-3, 1e8)
@@ -43,6 +46,66 @@ def test_a_chapter_prints_these_numbers(call):
     output = output_of(name, *flags)
     lines = [" ".join(line.split()) for line in output.splitlines()]
     assert [row for row in PRINTED[call].split(" | ") if row not in lines] == []
+
+
+JOB = "--parameters=285e6 --batch-size=16 --step-ms=244.9 --half-step-ms=142.5 --hours=216"
+ONE_MACHINE, ETHERNET = "--gpus=8 --inside=nvlink-a100", "--gpus=2 --gpus-per-node=1"
+HOURS = re.compile(r"^ +(\d+) .* (\d+) +(\d+)$", re.M)  # GPUs, 16 samples on each, 16 in all
+
+
+def forecast_hours(flags: str) -> dict[int, tuple[str, str]]:
+    """The last two columns by number of GPUs: 16 samples on each, 16 in all."""
+    output = output_of("forecast", *f"{JOB} {flags}".split())
+    return {int(row[1]): (row[2], row[3]) for row in HOURS.finditer(output)}
+
+
+def published_hours(samples: int, gpus: int) -> str:
+    """What 216 hours on one GPU with 16 samples become, as NVIDIA's rates say."""
+    rates = PUBLISHED["tokens_per_second_by_gpus"]
+    one = rates["16 samples per GPU"]["1"]
+    return f"{216 * one / rates[f'{samples} samples per GPU'][str(gpus)]:.0f}"
+
+
+PUBLISHED = json.loads((LESSON_FOLDERS["forecast"] / "published.json").read_text())
+
+
+def test_the_example_of_a_whole_job_is_the_published_one():
+    for samples, flag in ((16, "step-ms"), (8, "half-step-ms")):
+        rate = PUBLISHED["tokens_per_second_by_gpus"][f"{samples} samples per GPU"]["1"]
+        milliseconds = 1000 * samples * PUBLISHED["tokens_per_sample"] / rate
+        assert f"--{flag}={milliseconds:.1f} " in JOB
+    assert f"--parameters={PUBLISHED['parameters'] / 1e6:.0f}e6 " in JOB
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_the_first_page_shows_published_hours_and_forecasts_where_there_are_none(page):
+    ahead = forecast_hours(ONE_MACHINE)
+    each, shared = forecast_hours(f"{ETHERNET} --link=ethernet-10")[2]
+    expected = [
+        ("1", "216", "216"),
+        ("2", published_hours(8, 2), published_hours(16, 2)),
+        *((str(n), f"*{ahead[n][1]}*", published_hours(16, n)) for n in (4, 8)),
+        ("2", f"*{shared}*", f"*{each}*"),
+    ]
+    row, text = (
+        r"^\| (\d)\b[^|]* \| (\*?\d+\*?)[^|]* \| (\*?\d+\*?)[^|]* \|$",
+        (ROOT / page).read_text(),
+    )
+    assert re.findall(row, text, re.M) == expected
+    _, *both = expected[3]
+    assert {hours.strip("*") for hours in both} <= {*re.findall(r"\d+", text.partition("![")[0])}
+
+
+def test_the_page_compares_the_forecast_with_what_is_published():
+    page, ahead = (
+        (LESSON_FOLDERS["forecast"] / "README.md").read_text(),
+        forecast_hours(ONE_MACHINE),
+    )
+    for n, (each, shared) in ahead.items():
+        if n > 1:
+            seen = published_hours(8, 2) if n == 2 else ""
+            row = f"| {n} | {each} | {published_hours(16, n)} | {shared} | {seen} |"
+            assert row.replace("  ", " ") in page
 
 
 CLASSIFIERS = ["vit_b_16", "swin_t", "convnext_tiny", "googlenet", "maxvit_t", "regnet_y_400mf"]
@@ -137,6 +200,8 @@ WRONG_CALLS = {  # the flags: what the line names
     "--step-ms 23 --model vit_b_16 --image-size 128": "--image-size 224",
     "--step-ms 23 --model alexnet --image-size 9": "--image-size 224",
     "--gpus 8": "--step-ms 45",
+    "--step-ms 50 --half-step-ms 20 --hours 9": "from 25 to 50",
+    "--step-ms 50 --half-step-ms 30": "--hours 216",
 }
 
 

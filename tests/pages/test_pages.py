@@ -15,12 +15,14 @@ from repository_pages import ALL_PAGES, CHINESE, ROOT
 STAGE, PAGE = "01_single_gpu/README.md", "01_single_gpu/fit.md"
 CONTROLS = [  # a page, what is added to it, and what is found then
     (STAGE, "It is. " * 450, r"(9|\d\d)\d\d words"),
+    ("02_data_parallel/README.md", "It is. " * 100, r"\d\d\d words, .* at most 650"),
     (STAGE, "Rings are fast.", "used before it is explained: ring"),
     (STAGE, "A [page](nowhere.md).", "leads nowhere: nowhere.md"),
     (PAGE, "A [part](fit.md#nowhere).", "leads nowhere: fit.md#nowhere"),
     ("docs/claims.md", "A [page](../01_single_gpu).\nA [page](nowhere)", "leads nowhere: nowhere"),
     ("docs/zh/claims.md", "A [page](../nowhere.md).", r"leads nowhere: \.\./nowhere.md"),
     (STAGE, "epoch 1/2  loss 2.30  7,439 samples/s", "shows the speed of one run: 7,439 samples/s"),
+    (PAGE, "It takes [7.77 s](../benchmarks/bench.md).", "cites 7.77, which is not in"),
     (PAGE, "See `test_nothing`.", "names a test that is not there: test_nothing"),
     (PAGE, "<!-- lessons: + ... + -->", "has a comment that nothing reads: lessons"),
     (PAGE, "<!-- part of: train.py -->\n```python\nseed = 2\n```", "not in train.py: seed = 2"),

@@ -2,6 +2,7 @@
 
 import re
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -99,15 +100,23 @@ def test_every_diff_is_the_one_that_its_comment_names(fence):
     assert fence.text.strip()
 
 
+LINES_LEFT_OUT = " ..."
+
+
 def test_the_first_lines_of_the_readme_are_what_changes_between_the_minimal_scripts():
-    """They show the whole diff but the docstring, what is only moved to the right, and the end."""
-    shown = TYPED[0].text.splitlines()
+    """They show the whole diff but the docstring, what is only moved to the right, and the end.
+
+    Where lines are left out between two others, stands ... in their place, and only there.
+    """
+    shown = [line for line in TYPED[0].text.splitlines() if line.strip()]
     assert len(TYPED) == 2
     pair = ("01_single_gpu/minimal.py", "04_ddp_torchrun/minimal.py")
-    diff = shell("diff -U99 -d {} {} || true".format(*pair)).splitlines()[3:]
-    places = [diff.index(line) for line in shown if line.strip()]
-    assert places == sorted(places)
-    left_out = [line for line in diff if line not in shown and line[0] in "+-" and line[1:].strip()]
+    text = shell("diff -U99 -d {} {} || true".format(*pair))
+    diff = [line for line in text.splitlines()[3:] if line[1:].strip()]
+    first = diff.index(shown[0])
+    expected = [line if line in shown else LINES_LEFT_OUT for line in diff[first:]]
+    assert shown == [line for line, _ in groupby(expected)]
+    left_out = [line for line in diff if line not in shown and line[0] in "+-"]
     words = (
         '"""',
         "print(",

@@ -34,19 +34,14 @@ from helpers.rehearsal import (
 from local_ranks.chapters import ROOT
 from local_ranks.train_stage import load_stage
 
-JOINS = {  # how the ranks of each script join, and then each names its GPU
-    BY_HAND: "join nccl",
-    DDP: "join nccl, device_id {}",
-    AMP: "join nccl, device_id {}",
-    SURVIVE: "join cpu:gloo,cuda:nccl, device_id {}",
-    OWN_LOOP: "join cpu:gloo,cuda:nccl, device_id {}",
-    SHARD: "join nccl, device_id {}",
-    **dict.fromkeys((CONVERTED, *EXAMPLES), "join nccl"),
+JOINS = {  # how the ranks of each script join; some name their GPU then, too
+    **dict.fromkeys((BY_HAND, DDP, AMP, SHARD, CONVERTED, *EXAMPLES), "join nccl"),
+    **dict.fromkeys((SURVIVE, OWN_LOOP), "join cpu:gloo,cuda:nccl, device_id {}"),
 }
 SHOWN_ITS_OWN = [
     {"LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": f"GPU-{rank}"} for rank in range(2)
 ]
-JOIN = "    dist.init_process_group(args.backend, device_id=device if args.backend"
+JOINED = "    rank, world_size = dist.get_rank(), dist.get_world_size()\n"
 REFUSES = (
     '    raise dist.DistBackendError("NCCL error: Duplicate GPU detected : rank 0 and rank 1")\n'
 )
@@ -120,9 +115,8 @@ def test_a_rehearsal_sees_when_02_forgets_a_gpu(mistake):
 
 
 LINES_OF_DDP = {
-    "set": "    torch.cuda.set_device(device)\n",
+    "set": '    torch.cuda.set_device(device)  # from here on, "cuda" means this GPU\n',
     "number": 'int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()',
-    "id": 'device_id=device if args.backend == "nccl" else None',
 }
 MISTAKES = {
     "no set_device": ((LINES_OF_DDP["set"], ""),),
@@ -131,7 +125,6 @@ MISTAKES = {
         ("    return device\n", LINES_OF_DDP["set"] + "    return device\n"),
     ),
     "every rank on GPU 0": ((LINES_OF_DDP["number"], "0"),),
-    "no device_id": ((LINES_OF_DDP["id"], ""),),
 }
 
 
@@ -177,8 +170,8 @@ def test_two_ranks_share_one_gpu_over_gloo(script):
 
 @pytest.mark.parametrize("script", [DDP, AMP, SHARD])
 def test_two_ranks_that_share_a_gpu_over_nccl_end_in_one_line(script):
-    """nccl refuses while they join. survive does not get so far: it takes gloo by itself."""
-    seen = rehearse(script, gpus=1, changes=((JOIN, REFUSES + JOIN),))
+    """nccl refuses when they first talk. survive takes gloo by itself."""
+    seen = rehearse(script, gpus=1, changes=((JOINED, JOINED + REFUSES),))
     assert [rank.error for rank in seen] == ["exit status 2"] * 2
 
 

@@ -7,6 +7,7 @@ from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -58,6 +59,26 @@ def test_two_ranks_print_what_one_prints_and_reach_its_weights():
     [output] = one.outputs
     assert two.outputs == [output, ""], "only rank 0 prints, and it counts each test sample once"
     assert float(output.split()[-4].rstrip("%")) > 80, "it learns"
+
+
+def run_on_a_mac(rank: int, source: str, folder: Path) -> str:
+    """What the script prints, or how it fails, where torch sees a GPU of Apple's."""
+    mps = torch.device("mps")
+    with patch.object(torch.accelerator, "current_accelerator", lambda check_available=False: mps):
+        try:
+            return run_minimal(rank, source, folder)
+        except RuntimeError as error:
+            return str(error)
+
+
+def test_it_trains_on_the_cpu_of_a_mac():
+    """The control: a group without a named backend takes only tensors of Apple's GPU there."""
+    source = replace_once(DDP.read_text(), ("epoch in range(5):", "epoch in range(1):"))
+    unnamed = replace_once(source, ('"nccl" if device.type == "cuda" else "gloo"', ""))
+    first, second = run_on_ranks(2, run_on_a_mac, source, scratch_folder())
+    assert (first.startswith("epoch 0"), second) == (True, "")
+    answers = run_on_ranks(2, run_on_a_mac, unnamed, scratch_folder())
+    assert all("No backend type associated with device type cpu" in each for each in answers)
 
 
 def test_in_the_same_order_the_script_for_one_gpu_reaches_the_same_weights():

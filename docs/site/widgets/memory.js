@@ -117,12 +117,13 @@
       const end = limit() * GIB * scale;
       shapes.push(`<line x1="${end}%" x2="${end}%" y1="14" y2="60"/>`);
       shapes.push(text(end < 20 ? "left" : "right", end, 12, `${limit()} GiB`));
-      const rows = Object.entries(kinds).map(([kind, bytes]) => [labels[kind], bytes]);
+      const held = Object.entries(kinds).filter(([, bytes]) => bytes > 0); // the others need no name
+      const rows = held.map(([kind, bytes]) => [labels[kind], bytes]);
       const cells = [...rows, [say("sum", "总和"), total]].map(([name, n]) => [name, number(n / MIB, 2)]);
       const name = say("Memory by kind", "各类内存");
       picture(figure, 'class="widget-bar"', name, told.textContent, shapes);
       table(numbers, ["", "MiB"], cells);
-      Object.keys(kinds).forEach((kind, i) => numbers.rows[i + 1].classList.add(kind));
+      held.forEach(([kind], i) => numbers.rows[i + 1].classList.add(kind));
     }
     draw();
   };
