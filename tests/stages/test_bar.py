@@ -102,7 +102,7 @@ def test_rank_0_draws_and_in_the_end_a_terminal_shows_what_a_pipe_gets(tmp_path)
     shown = [without_speeds(terminal.lines()) for terminal in terminals]
     assert shown == [without_speeds(text.split("\n")) for text in piped]
     drawn = terminals[0].text
-    assert re.search(r"\repoch 2/3 [━─#-]{10} \d+/12 steps, 0:00:00, 0:00:00 left", drawn)
+    assert re.search(r"\repoch 2/3 [━─#-]{10} \d+/12 steps, 0:00:00, 0:00:00 left, loss \d", drawn)
     assert "\revaluation, 0:00:00" in drawn
     assert "\r" not in "".join([*piped, terminals[1].text])
 
