@@ -9,6 +9,7 @@ import torch
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
+from common.bar import Bar
 from common.checkpoint import read_checkpoint
 from common.data import load_dataset, loader_options
 from common.models import build_model
@@ -25,7 +26,8 @@ def main() -> None:
     model = build_model(args.model, train_set).to(device)
     read_checkpoint(args.checkpoint, args, model, SGD(model.parameters(), args.lr))
     loader = DataLoader(test_set, args.batch_size, **loader_options(args))
-    loss, accuracy = evaluate(model, loader, device)
+    with Bar("evaluation", len(loader), unit="batch") as bar:
+        loss, accuracy = evaluate(model, bar.each(loader), device)
     print(f"test loss {loss:.4f}  test accuracy {accuracy:.2%}")
 
 

@@ -16,6 +16,7 @@ from textwrap import fill
 import torch
 from tabulate import tabulate
 
+from common.bar import Bar
 from common.options import MODELS, Parser, UsageError, exit_on, int_at_least
 from peak import KINDS, MIB, OPTIMIZERS, Plan, parts_of, peaks, rehearsed_peak
 
@@ -154,22 +155,24 @@ def report(args: Namespace, plan: Plan, limit: int) -> None:
     least, batch, image = least_batch(plan), args.batch_size, args.image_size
     if batch < least:
         raise UsageError("BatchNorm needs more than one value for each channel: try --batch-size 2")
-    parts, (peak, moment) = parts_of(plan), rehearsed_peak(plan, batch)
+    with Bar(f"rehearsing a batch of {batch}"):
+        parts, (peak, moment) = parts_of(plan), rehearsed_peak(plan, batch)
     parts[f"peak with a batch of {batch}, in {moment}"] = peak
     print(f"{args.model} with {args.optimizer}, images of {args.channels} × {image} × {image}\n")
     table = [(name, f"{size / MIB:,.2f}") for name, size in parts.items()]
     print(tabulate(table, ("", "MiB"), disable_numparse=True, colalign=("left", "right")))
-    most = largest(lambda samples: step_fits(samples, 1, 0), least)
+    with Bar("rehearsing other batches"):
+        most = largest(lambda samples: step_fits(samples, 1, 0), least)
+        micro_batches = {}
+        if 0 < most < batch:
+            micro_batches = micro_batches_by_gpus(batch, least, step_fits, parts["gradients"])
+        needs = {} if most else sharding_needs(plan, least)
     print(f"\nlargest batch at once: {most}{' or more' if most >= MOST else ''}")
-    micro_batches = {}
-    if 0 < most < batch:
-        micro_batches = micro_batches_by_gpus(batch, least, step_fits, parts["gradients"])
     if ways := [(n, batch // n, k, batch // n // k) for n, k in micro_batches.items() if k]:
         print(f"\nways to cut a global batch of {batch}:\n")
         print(tabulate(ways, ("GPUs", "local batch", "accumulate", "micro-batch")))
     advice = advise(batch, most, micro_batches)
     if not most:
-        needs = sharding_needs(plan, least)
         print_needs(needs, least)
         advice = f"not even a batch of {least} fits. {ALONE} {advise_sharding(needs, least, limit)}"
     print("\n" + fill(f"Advice: {advice}", 90))

@@ -33,7 +33,7 @@ def train_epoch(
         # place 1: the step; here, several processes must average their gradients
         optimizer.step()
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
-        if recorder.step():  # counts and times it; true at --max-steps
+        if recorder.step(loss):  # counts and times it; true at --max-steps
             break
     return torch.stack(losses)
 

@@ -47,7 +47,7 @@ def train_epoch(
         average_gradients(model)  # place 1: the gradient of the global batch
         optimizer.step()
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
-        if recorder.step():  # counts and times it; true at --max-steps
+        if recorder.step(loss):  # counts and times it; true at --max-steps
             break
     epoch_losses = torch.stack(losses)
     dist.all_reduce(epoch_losses)  # once per epoch, because each message costs time

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -34,6 +34,7 @@ import torch
 from benchmarks.gpu_runner import kill_all_of, run
 from benchmarks.gpu_steps import GpuStep, list_steps
 from benchmarks.result_files import RESULTS, Results, file_name, hardware, provenance, write_json
+from common.bar import Bar, bar_erased
 from common.options import Parser, UsageError, exit_on, int_at_least
 from local_ranks.chapters import ROOT
 
@@ -73,13 +74,16 @@ class Report:
             self.file.with_suffix(".tmp").replace(self.file)
             how = f"status {row['status']}" if row["status"] is not None else "cut off"
             good = "" if row["good"] else "  <- see log.txt"
-            print(f"{row['seconds']:6.1f} s  {step.name}: {how}{good}", flush=True)
+            with bar_erased():
+                print(f"{row['seconds']:6.1f} s  {step.name}: {how}{good}", flush=True)
 
 
-def run_all(steps: Iterable[GpuStep], report: Report, seconds: float) -> list[str]:
+def run_all(steps: Sequence[GpuStep], report: Report, seconds: float) -> list[str]:
     """Run steps in order, and side by side where they may; list those for which time was over."""
     deadline, late = time.monotonic() + seconds - SECONDS_APART, []
-    with TemporaryDirectory() as scratch:
+    running: dict[str, None] = {}  # names, in order
+    bar = Bar("gpu", len(steps), unit="command", note=lambda: ", ".join(list(running)))
+    with TemporaryDirectory() as scratch, bar:
 
         def run_one(numbered: tuple[int, GpuStep]) -> None:
             number, step = numbered
@@ -88,7 +92,10 @@ def run_all(steps: Iterable[GpuStep], report: Report, seconds: float) -> list[st
                 late.append(step.name)
                 return
             folder = Path(scratch, str(number))
+            running[step.name] = None
             report.add(step, run(step, folder, seconds_left), folder)
+            del running[step.name]
+            bar.advance()
 
         for beside, group in groupby(enumerate(steps), lambda each: each[1].beside_others):
             workers = max(1, (os.cpu_count() or 1) // 2) if beside else 1

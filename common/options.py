@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from common.bar import close_bar
+
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "imagefolder", "synthetic")
 MODELS = ("net", "net-bn", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 
@@ -24,7 +26,10 @@ def exit_on(*errors: type[Exception]) -> Iterator[None]:
     """Let these errors end the program in one line, with status 2; a bug keeps its traceback."""
     try:
         yield
-    except errors as error:
+    except BaseException as error:  # also Ctrl-C
+        close_bar()
+        if not isinstance(error, errors):
+            raise
         text = str(error).rpartition("UsageError: ")[2]  # a loader's worker sends a whole traceback
         line = " ".join(["error:", *text.split()])
         sys.stderr.write(f"{line}\n")  # in one piece, because other ranks may write at once

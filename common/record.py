@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from common.bar import Bar
 from common.run_folder import explain_write_errors, open_run_folder, write_atomically
 
 
@@ -43,6 +44,7 @@ class Recorder:
         self.seconds: list[float] = []  # how long each step took
         self.rates: list[float] = []  # the learning rate of each step
         self.epoch_line = ""  # the line of an epoch, until print_epoch prints it
+        self.loss: Tensor | None = None  # of the newest step
         self.ticks: list[Any] = []  # the start of an epoch, and the end of each step
         keys = ("stage", "dataset", "model", "epochs", "seed", "device")
         self.summary = {key: getattr(args, key) for key in keys} | {"world_size": world_size}
@@ -55,10 +57,17 @@ class Recorder:
 
     def start_epoch(self, steps: int) -> None:
         """Begin an epoch of so many steps; a resumed run has taken some of them before."""
+        done, steps_left = self.progress.epoch_step, self.args.max_steps - self.progress.step
+        name, self.loss = f"epoch {self.progress.epoch + 1}/{self.args.epochs}", None
+        total, shown = min(steps, done + steps_left), self.is_rank_zero
+        self.bar = Bar(name, total, done=done, note=self.read_loss, shown=shown)
         self.epoch_steps, self.ticks = steps, [self.tick()]
 
-    def step(self) -> bool:
-        """Count and time an optimizer step; return whether it was the last one of --max-steps."""
+    def step(self, loss: Tensor | None = None) -> bool:
+        """Count and time an optimizer step; return whether it was the last one of --max-steps.
+
+        loss: what the bar shows.
+        """
         self.progress.step += 1
         self.progress.epoch_step += 1
         if self.progress.epoch_step == self.epoch_steps:
@@ -66,7 +75,20 @@ class Recorder:
             self.progress.epoch_step = 0
         self.rates.append(self.optimizer.param_groups[0]["lr"])
         self.ticks.append(self.tick())
+        self.show_step(loss)
         return self.progress.step >= self.args.max_steps
+
+    def show_step(self, loss: Tensor | None) -> None:
+        """Move the bar on; evaluation comes after the last step."""
+        self.loss = loss.detach() if loss is not None else None
+        self.bar.advance()
+        if self.bar.done == self.bar.total:
+            self.bar.close()
+            self.bar = Bar("evaluation", shown=self.is_rank_zero)
+
+    def read_loss(self) -> str:
+        """Return the newest loss of this rank. Only the bar's thread waits here for the GPU."""
+        return f"loss {self.loss.item():.4f}" if self.loss is not None else ""
 
     def tick(self) -> float | torch.cuda.Event:
         if self.args.device != "cuda":
@@ -84,6 +106,7 @@ class Recorder:
 
     def write(self, epoch: int, losses: Tensor) -> None:
         """Add a line per step to metrics.jsonl. losses: (steps,), means over global batches."""
+        self.bar.close()
         n, samples = len(losses), self.args.batch_size
         self.progress.losses += losses.tolist()
         if not self.is_rank_zero:

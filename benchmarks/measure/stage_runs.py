@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.variants import command_of
+from common.bar import bar_erased, close_bar
 from local_ranks.chapters import ROOT
 from local_ranks.run_files import read_metrics
 from shm.cores import pin
@@ -61,8 +62,10 @@ def run_command(command: Sequence[str], folder: Path, threads: int, show: bool) 
     for line in process.stdout:
         output.append(line)
         if show:
-            print(f"  {line}", end="", flush=True)
+            with bar_erased():
+                print(f"  {line}", end="", flush=True)
     if process.wait():
+        close_bar()
         print("" if show else "".join(output), end="", file=sys.stderr)
         raise SystemExit(process.returncode)
     return StageRun(json.loads((folder / "summary.json").read_text()), read_metrics(folder))

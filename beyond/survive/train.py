@@ -133,7 +133,7 @@ def train_epoch(
         scaler.step(optimizer)  # with fp16: skips the step if a gradient is inf or nan
         scaler.update()
         losses.append(sum(parts))  # .item() would make the CPU wait for the GPU at each step
-        recorder.step()  # counts and times it
+        recorder.step(losses[-1])  # counts and times it
     return torch.stack(losses)
 
 

@@ -39,7 +39,10 @@ def call(function: Callable, *args: Any) -> Any:
         return process.submit(function, *args).result(patience(SECONDS))
 
 
-def _prove(folder: Path, texts: Path, env: dict[str, str], arguments: tuple[str, ...]) -> None:
+def prove_in_files(
+    folder: Path, texts: Path, env: dict[str, str], arguments: tuple[str, ...]
+) -> None:
+    """Become a prove that prints into the files `out` and `error` of the folder `texts`."""
     # Loaders start workers as under torchrun; otherwise each rank would have a fork server.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     os.chdir(folder)
@@ -61,7 +64,7 @@ class Proof:
         env |= {"OMP_NUM_THREADS": "1"} | ({} if hashes_differ else {"PYTHONHASHSEED": "0"})
         self.arguments, self.texts = arguments, tempfile.TemporaryDirectory(prefix="printed-")
         self.process = forked.Process(
-            target=_prove, args=(folder, Path(self.texts.name), env, arguments)
+            target=prove_in_files, args=(folder, Path(self.texts.name), env, arguments)
         )
         self.process.start()
 

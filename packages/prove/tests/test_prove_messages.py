@@ -1,7 +1,9 @@
 """What prove says: its rows, its last line, its links, and why it can judge nothing."""
 
 import json
+import os
 import re
+import tty
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,16 @@ from prove.judge.reasons import Phrase
 from prove.judge.replay_reasons import ReplayReason
 from prove.rank_record import Ended, RaisedError, RankRecord, RunOutcome
 from prove_cases import PACKAGE, planted, training_of
-from prove_runs import TORCHRUN, one_line, run, verdict
+from prove_runs import (
+    SECONDS,
+    TORCHRUN,
+    forked,
+    one_line,
+    patience,
+    prove_in_files,
+    run,
+    verdict,
+)
 
 TWO_DATA_SETS = (
     ("    train_set, test_set = ", "    more = Points(20, 0.0)\n    train_set, test_set = "),
@@ -38,6 +49,28 @@ def test_a_row_names_each_place_that_is_a_cause(prove_script):
         for word in words.split():
             number = next(n for n, text in enumerate(source.splitlines(), 1) if word in text)
             assert f"train.py:{number})" in row
+
+
+def test_a_terminal_shows_which_run_lasts_how_long_and_keeps_nothing_of_it(tmp_path):
+    (tmp_path / "train.py").write_text(training_of("DistributedDataParallel(nn.Linear(8, 8))"))
+    piped = run(tmp_path, *TORCHRUN, "train.py").stderr
+    ours, theirs = os.openpty()
+    tty.setraw(theirs)  # a line ends with \n alone
+    (tmp_path / "error").symlink_to(os.ttyname(theirs))
+    arguments = (tmp_path, tmp_path, {"PYTHONHASHSEED": "0"}, (*TORCHRUN, "train.py"))
+    prove = forked.Process(target=prove_in_files, args=arguments)
+    prove.start()
+    prove.join(patience(SECONDS))
+    os.write(theirs, b"END")
+    text = ""
+    while not text.endswith("END"):  # a read gives at most a page of it
+        text += os.read(ours, 2**16).decode()
+    assert [line.split(": ")[0] for line in piped.splitlines()] == ["observe", "replay"]
+    assert re.sub(r"\r[^\r\n]*\r", "", text) == f"{piped}END", (
+        "the control: a pipe gets nothing else"
+    )
+    assert re.search(r"\rrun 1 of 2 or more, \d s, \d+ steps?\s*\r", text)
+    assert re.search(r"\r +\rreplay: ", text), "what stood there has been erased"
 
 
 SHIFTED = """

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -332,10 +332,12 @@ def run_command(
     timeout: float,
     most_seconds: float = float("inf"),
     spare: SpareProcess | None = None,
+    tell: Callable[[float, list[RankRecord]], None] = lambda seconds, records: None,
 ) -> RunOutcome:
     """Start a command, wait until all ranks have ended or hang, and read what they wrote.
 
-    After most_seconds, the command is ended as if it had ended well. spare becomes rank 1.
+    After most_seconds, the command is ended as if it had ended well. spare becomes rank 1. tell: is
+    called again and again with the seconds so far and the records.
     """
     began = time.monotonic()
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PROVE": json.dumps(asdict(settings))}
@@ -356,6 +358,7 @@ def run_command(
                 continue
             next_look = time.monotonic() + SECONDS_PER_BEAT
             records = read_records(settings.folder, settings.name)
+            tell(time.monotonic() - began, records)
             # Before ranks meet, and while one loads data, downloads and workers may take long.
             limit = timeout if records and not any(map(is_loading, records)) else 10 * timeout
             if wait_for_different_things(records):

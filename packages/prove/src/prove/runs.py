@@ -12,6 +12,8 @@ from prove.errors import NotJudgedError, NotObservedError
 from prove.judge import epoch_ends, loader_passes
 from prove.judge.rank_exits import error_of, excuse_connections_we_closed
 from prove.judge.replay import Precision, Replay
+from prove.judge.wording import number_with_noun
+from prove.progress_line import ProgressLine
 from prove.rank_record import (
     Ended,
     Flag,
@@ -67,6 +69,7 @@ class Runs:
         spare: processes.SpareProcess | None,
     ) -> None:
         self.args, self.report, self.spare = args, report, spare
+        self.number, self.line = 0, ProgressLine()  # of the present run
         torchrun = processes.as_torchrun(args.command)
         if torchrun and not Path(torchrun.script[0]).is_file():
             raise NotJudgedError(f"{torchrun.script[0]}: no such script")
@@ -80,13 +83,23 @@ class Runs:
         self, settings: Settings, command: list[str], most_seconds: float = float("inf")
     ) -> RunOutcome:
         self.report(f"{settings.name}: {shlex.join(command)}")
+        self.number += 1
         timeout = self.args.timeout
         try:
-            return processes.run_command(command, settings, timeout, most_seconds, self.spare)
+            return processes.run_command(
+                command, settings, timeout, most_seconds, self.spare, self.tell
+            )
         except FileNotFoundError as error:
             raise NotJudgedError(f"{error.filename}: no such command") from None
         finally:
+            self.line.erase()
             restore_files(Path(settings.folder))
+
+    def tell(self, seconds: float, records: list[RankRecord]) -> None:
+        """Tell in a terminal which run this is, and how far it has come."""
+        which = f"run {self.number}" + (" of 2 or more" if self.number <= 2 else "")
+        steps = max((record.step_count for record in records), default=0)
+        self.line.write(f"{which}, {seconds:.0f} s, {number_with_noun(steps, 'step')}")
 
     @property
     def precision(self) -> Precision:
