@@ -96,7 +96,9 @@ def main():
         for name, part in parts.items():
             part.load_state_dict(saved[name])
     steps, done = args.epochs * steps_per_epoch, saved["epoch"] * steps_per_epoch
-    schedule = LambdaLR(optimizer, lambda n: min(20 * (n + 1), steps - n) / steps, done - 1)
+    schedule = LambdaLR(
+        optimizer, lambda n: min(20 * (n + 1), (steps - n) / 0.95) / steps, done - 1
+    )
 
     for epoch in range(saved["epoch"], args.epochs):
         sampler.set_epoch(epoch)  # else every epoch has the same order
@@ -126,9 +128,7 @@ def main():
 
         ddp.eval()
         with torch.no_grad():
-            for (
-                buffer
-            ) in model.buffers():  # without --sync-bn, they differ: take those that are saved
+            for buffer in model.buffers():  # BatchNorm's may differ: take those that are saved
                 dist.broadcast(buffer, src=0)
             for batch in test_loader:
                 test += sums(model, batch, device)

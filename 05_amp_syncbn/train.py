@@ -130,7 +130,7 @@ def main() -> None:
         recorder.start_epoch(len(loader))
         losses = train_epoch(ddp, loader, optimizer, scaler, device, recorder)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))  # in fp32
-        if rank == 0:  # place 6: one writer; a collective in here would wait forever
+        if rank == 0:  # place 6: one writer; a collective in here would hang
             save_checkpoint(recorder, model, optimizer, scaler=scaler)
     recorder.finish()
     del ddp  # before the group: freed after it, it may wait for a thread of gloo for ever

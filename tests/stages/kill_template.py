@@ -106,7 +106,10 @@ def trial(name: str, seed: int) -> dict:
 
 def main() -> None:
     rows = [trial(name, seed) for seed, name in enumerate(COMMANDS)]
-    save(RESULTS / "template_kills.json", {**provenance(), "flags": FLAGS, "trials": rows})
+    save(
+        RESULTS / "template_kills.json",
+        {"provenance": provenance(), "flags": FLAGS, "trials": rows},
+    )
     if not all(row["same_bits"] for row in rows):
         raise SystemExit("a resumed run has other bits")
 

@@ -73,7 +73,7 @@ def weights_of_a_plain_loop(epochs: int, clip: float) -> dict[str, torch.Tensor]
         epoch, batch = divmod(step, steps_per_epoch)
         sampler.set_epoch(epoch)
         x, y = train_set[list(sampler)[120 * batch : 120 * (batch + 1)]]
-        rise, fall = 20 * (step + 1), epochs * steps_per_epoch - step
+        rise, fall = 20 * (step + 1), (epochs * steps_per_epoch - step) / 0.95
         optimizer.param_groups[0]["lr"] = 0.1 * min(rise, fall) / (epochs * steps_per_epoch)
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(x), y, ignore_index=-100).backward()
