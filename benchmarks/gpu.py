@@ -6,11 +6,11 @@
     python benchmarks/gpu.py --only formats tests         # these two steps
     python benchmarks/gpu.py --dry-run                    # only prints the commands
 
-It needs Linux, PyTorch, torchvision, tabulate and pytest, and neither a network nor git. Where our
-packages are not installed, put PYTHONPATH=.:packages/prove/src:packages/shm/src in front. After
-each command, gpu.json in the folder holds its status and its results, and log.txt its output: stop
-it when you like. The next call with the same folder continues, and tries again what failed or was
-measured with another commit; --only names what alone is run.
+It needs Linux, PyTorch, torchvision, tabulate, tqdm and pytest, and neither a network nor git.
+Where our packages are not installed, put PYTHONPATH=.:packages/prove/src:packages/shm/src in front.
+After each command, gpu.json in the folder holds its status and its results, and log.txt its output:
+stop it when you like. The next call with the same folder continues, and tries again what failed or
+was measured with another commit; --only names what alone is run.
 """
 
 import json

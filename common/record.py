@@ -45,7 +45,7 @@ class Recorder:
         self.seconds: list[float] = []  # how long each step took
         self.rates: list[float] = []  # the learning rate of each step
         self.epoch_line = ""  # the line of an epoch, until print_epoch prints it
-        self.shown_losses: deque[Any] = deque(maxlen=2)  # on the CPU, when they have arrived there
+        self.copied_losses: deque[Any] = deque(maxlen=2)  # on the CPU, and when they got there
         self.ticks: list[Any] = []  # the start of an epoch, and the end of each step
         keys = ("stage", "dataset", "model", "epochs", "seed", "device")
         self.summary = {key: getattr(args, key) for key in keys} | {"world_size": world_size}
@@ -60,10 +60,8 @@ class Recorder:
         """Begin an epoch of so many steps; a resumed run has taken some of them before."""
         done, steps_left = self.progress.epoch_step, self.args.max_steps - self.progress.step
         name, total = f"epoch {self.progress.epoch + 1}/{self.args.epochs}", done + steps_left
-        disable = None if self.is_rank_zero else True  # None: only without a terminal
-        self.bar = progress_bar(
-            name, total=min(steps, total), initial=done, unit="step", disable=disable
-        )
+        counts = {"total": min(steps, total), "initial": done, "unit": "step"}
+        self.bar = progress_bar(name, **counts, shown=self.is_rank_zero)
         self.epoch_steps, self.ticks = steps, [self.tick()]
 
     def step(self, loss: Tensor | None = None) -> bool:
@@ -83,11 +81,11 @@ class Recorder:
 
     def show_step(self, loss: Tensor | None) -> None:
         """Move the bar on; evaluation comes after the last step."""
-        if self.bar.update() and loss is not None:  # it is drawn at most four times a second
-            # .item() of this loss would wait for the step, so an older one is shown.
+        if self.bar.update() and loss is not None:  # so it was drawn: at most 4 times a second
+            # Even an old loss's .item() would wait for all steps so far. A copy waits for its own.
             copy = loss.detach().to("cpu", non_blocking=True)
-            self.shown_losses.append((copy, self.tick()))
-            copy, copied = self.shown_losses[0]
+            self.copied_losses.append((copy, self.tick()))
+            copy, copied = self.copied_losses[0]  # begun at the drawing before this one
             if self.args.device == "cuda":
                 copied.synchronize()
             self.bar.set_postfix_str(f"loss {copy.item():.4f}")
