@@ -4,7 +4,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-SECONDS_BETWEEN = 0.25  # from one drawing to the next
+SECONDS_BETWEEN = 0.5  # from one drawing to the next
 
 
 def progress_bar(name: str, items: Any = None, shown: bool = True, **counts: Any) -> tqdm:

@@ -81,14 +81,14 @@ class Recorder:
 
     def show_step(self, loss: Tensor | None) -> None:
         """Move the bar on; evaluation comes after the last step."""
-        if self.bar.update() and loss is not None:  # so it was drawn: at most 4 times a second
+        if self.bar.update() and loss is not None:  # so it was drawn: at most twice a second
             # Even an old loss's .item() would wait for all steps so far. A copy waits for its own.
             copy = loss.detach().to("cpu", non_blocking=True)
             self.copied_losses.append((copy, self.tick()))
             copy, copied = self.copied_losses[0]  # begun at the drawing before this one
             if self.args.device == "cuda":
                 copied.synchronize()
-            self.bar.set_postfix_str(f"loss {copy.item():.4f}")
+            self.bar.set_postfix_str(f"loss {copy.item():.4f}", refresh=False)
         if self.bar.n == self.bar.total:
             self.bar.set_description("evaluation")
 
