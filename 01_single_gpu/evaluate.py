@@ -9,7 +9,7 @@ import torch
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
-from common.bar import Bar
+from common.bar import progress_bar
 from common.checkpoint import read_checkpoint
 from common.data import load_dataset, loader_options
 from common.models import build_model
@@ -26,8 +26,8 @@ def main() -> None:
     model = build_model(args.model, train_set).to(device)
     read_checkpoint(args.checkpoint, args, model, SGD(model.parameters(), args.lr))
     loader = DataLoader(test_set, args.batch_size, **loader_options(args))
-    with Bar("evaluation", len(loader), unit="batch") as bar:
-        loss, accuracy = evaluate(model, bar.each(loader), device)
+    batches = progress_bar("evaluation", loader, unit="batch")
+    loss, accuracy = evaluate(model, batches, device)
     print(f"test loss {loss:.4f}  test accuracy {accuracy:.2%}")
 
 

@@ -16,7 +16,7 @@ from textwrap import fill
 import torch
 from tabulate import tabulate
 
-from common.bar import Bar
+from common.bar import progress_bar
 from common.options import MODELS, Parser, UsageError, exit_on, int_at_least
 from peak import KINDS, MIB, OPTIMIZERS, Plan, parts_of, peaks, rehearsed_peak
 
@@ -155,13 +155,13 @@ def report(args: Namespace, plan: Plan, limit: int) -> None:
     least, batch, image = least_batch(plan), args.batch_size, args.image_size
     if batch < least:
         raise UsageError("BatchNorm needs more than one value for each channel: try --batch-size 2")
-    with Bar(f"rehearsing a batch of {batch}"):
+    with progress_bar(f"rehearsing a batch of {batch}"):
         parts, (peak, moment) = parts_of(plan), rehearsed_peak(plan, batch)
     parts[f"peak with a batch of {batch}, in {moment}"] = peak
     print(f"{args.model} with {args.optimizer}, images of {args.channels} × {image} × {image}\n")
     table = [(name, f"{size / MIB:,.2f}") for name, size in parts.items()]
     print(tabulate(table, ("", "MiB"), disable_numparse=True, colalign=("left", "right")))
-    with Bar("rehearsing other batches"):
+    with progress_bar("rehearsing other batches"):
         most = largest(lambda samples: step_fits(samples, 1, 0), least)
         micro_batches = {}
         if 0 < most < batch:

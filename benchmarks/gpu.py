@@ -6,11 +6,11 @@
     python benchmarks/gpu.py --only formats tests         # these two steps
     python benchmarks/gpu.py --dry-run                    # only prints the commands
 
-It needs Linux, PyTorch, torchvision, tabulate and pytest, and neither a network nor git. Where our
-packages are not installed, put PYTHONPATH=.:packages/prove/src:packages/shm/src in front. After
-each command, gpu.json in the folder holds its status and its results, and log.txt its output: stop
-it when you like. The next call with the same folder continues, and tries again what failed or was
-measured with another commit; --only names what alone is run.
+It needs Linux, PyTorch, torchvision, tabulate, tqdm and pytest, and neither a network nor git.
+Where our packages are not installed, put PYTHONPATH=.:packages/prove/src:packages/shm/src in front.
+After each command, gpu.json in the folder holds its status and its results, and log.txt its output:
+stop it when you like. The next call with the same folder continues, and tries again what failed or
+was measured with another commit; --only names what alone is run.
 """
 
 import json
@@ -30,11 +30,12 @@ from tempfile import TemporaryDirectory
 from threading import Lock
 
 import torch
+from tqdm import tqdm
 
 from benchmarks.gpu_runner import kill_all_of, run
 from benchmarks.gpu_steps import GpuStep, list_steps
 from benchmarks.result_files import RESULTS, Results, file_name, hardware, provenance, write_json
-from common.bar import Bar, bar_erased
+from common.bar import progress_bar
 from common.options import Parser, UsageError, exit_on, int_at_least
 from local_ranks.chapters import ROOT
 
@@ -74,15 +75,14 @@ class Report:
             self.file.with_suffix(".tmp").replace(self.file)
             how = f"status {row['status']}" if row["status"] is not None else "cut off"
             good = "" if row["good"] else "  <- see log.txt"
-            with bar_erased():
+            with tqdm.external_write_mode():
                 print(f"{row['seconds']:6.1f} s  {step.name}: {how}{good}", flush=True)
 
 
 def run_all(steps: Sequence[GpuStep], report: Report, seconds: float) -> list[str]:
     """Run steps in order, and side by side where they may; list those for which time was over."""
     deadline, late = time.monotonic() + seconds - SECONDS_APART, []
-    running: dict[str, None] = {}  # names, in order
-    bar = Bar("gpu", len(steps), unit="command", note=lambda: ", ".join(list(running)))
+    bar = progress_bar("gpu", total=len(steps), unit="command")
     with TemporaryDirectory() as scratch, bar:
 
         def run_one(numbered: tuple[int, GpuStep]) -> None:
@@ -92,10 +92,9 @@ def run_all(steps: Sequence[GpuStep], report: Report, seconds: float) -> list[st
                 late.append(step.name)
                 return
             folder = Path(scratch, str(number))
-            running[step.name] = None
+            bar.set_postfix_str(step.name)
             report.add(step, run(step, folder, seconds_left), folder)
-            del running[step.name]
-            bar.advance()
+            bar.update()
 
         for beside, group in groupby(enumerate(steps), lambda each: each[1].beside_others):
             workers = max(1, (os.cpu_count() or 1) // 2) if beside else 1

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-
-from common.bar import close_bar
+from tqdm import tqdm
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "imagefolder", "synthetic")
 MODELS = ("net", "net-bn", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
@@ -27,13 +26,13 @@ def exit_on(*errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # also Ctrl-C
-        close_bar()
-        if not isinstance(error, errors):
-            raise
-        text = str(error).rpartition("UsageError: ")[2]  # a loader's worker sends a whole traceback
-        line = " ".join(["error:", *text.split()])
-        sys.stderr.write(f"{line}\n")  # in one piece, because other ranks may write at once
-        raise SystemExit(2) from None
+        with tqdm.external_write_mode():  # erases a bar, which stays away after an error
+            if not isinstance(error, errors):
+                raise
+            text = str(error).rpartition("UsageError: ")[2]  # a worker sends a whole traceback
+            line = " ".join(["error:", *text.split()])
+            sys.stderr.write(f"{line}\n")  # in one piece, because other ranks may write at once
+            raise SystemExit(2) from None
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):

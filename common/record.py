@@ -4,6 +4,7 @@ import json
 import statistics
 import time
 from argparse import Namespace
+from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from common.bar import Bar
+from common.bar import progress_bar
 from common.run_folder import explain_write_errors, open_run_folder, write_atomically
 
 
@@ -44,7 +45,7 @@ class Recorder:
         self.seconds: list[float] = []  # how long each step took
         self.rates: list[float] = []  # the learning rate of each step
         self.epoch_line = ""  # the line of an epoch, until print_epoch prints it
-        self.loss: Tensor | None = None  # of the newest step
+        self.copied_losses: deque[Any] = deque(maxlen=2)  # on the CPU, and when they got there
         self.ticks: list[Any] = []  # the start of an epoch, and the end of each step
         keys = ("stage", "dataset", "model", "epochs", "seed", "device")
         self.summary = {key: getattr(args, key) for key in keys} | {"world_size": world_size}
@@ -58,9 +59,9 @@ class Recorder:
     def start_epoch(self, steps: int) -> None:
         """Begin an epoch of so many steps; a resumed run has taken some of them before."""
         done, steps_left = self.progress.epoch_step, self.args.max_steps - self.progress.step
-        name, self.loss = f"epoch {self.progress.epoch + 1}/{self.args.epochs}", None
-        total, shown = min(steps, done + steps_left), self.is_rank_zero
-        self.bar = Bar(name, total, done=done, note=self.read_loss, shown=shown)
+        name, total = f"epoch {self.progress.epoch + 1}/{self.args.epochs}", done + steps_left
+        counts = {"total": min(steps, total), "initial": done, "unit": "step"}
+        self.bar = progress_bar(name, **counts, shown=self.is_rank_zero)
         self.epoch_steps, self.ticks = steps, [self.tick()]
 
     def step(self, loss: Tensor | None = None) -> bool:
@@ -80,15 +81,16 @@ class Recorder:
 
     def show_step(self, loss: Tensor | None) -> None:
         """Move the bar on; evaluation comes after the last step."""
-        self.loss = loss.detach() if loss is not None else None
-        self.bar.advance()
-        if self.bar.done == self.bar.total:
-            self.bar.close()
-            self.bar = Bar("evaluation", shown=self.is_rank_zero)
-
-    def read_loss(self) -> str:
-        """Return the newest loss of this rank. Only the bar's thread waits here for the GPU."""
-        return f"loss {self.loss.item():.4f}" if self.loss is not None else ""
+        if self.bar.update() and loss is not None:  # so it was drawn: at most twice a second
+            # Even an old loss's .item() would wait for all steps so far. A copy waits for its own.
+            copy = loss.detach().to("cpu", non_blocking=True)
+            self.copied_losses.append((copy, self.tick()))
+            copy, copied = self.copied_losses[0]  # begun at the drawing before this one
+            if self.args.device == "cuda":
+                copied.synchronize()
+            self.bar.set_postfix_str(f"loss {copy.item():.4f}", refresh=False)
+        if self.bar.n == self.bar.total:
+            self.bar.set_description("evaluation")
 
     def tick(self) -> float | torch.cuda.Event:
         if self.args.device != "cuda":

@@ -15,9 +15,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from benchmarks.variants import command_of
-from common.bar import bar_erased, close_bar
 from local_ranks.chapters import ROOT
 from local_ranks.run_files import read_metrics
 from shm.cores import pin
@@ -62,10 +62,9 @@ def run_command(command: Sequence[str], folder: Path, threads: int, show: bool) 
     for line in process.stdout:
         output.append(line)
         if show:
-            with bar_erased():
+            with tqdm.external_write_mode():
                 print(f"  {line}", end="", flush=True)
     if process.wait():
-        close_bar()
         print("" if show else "".join(output), end="", file=sys.stderr)
         raise SystemExit(process.returncode)
     return StageRun(json.loads((folder / "summary.json").read_text()), read_metrics(folder))
@@ -119,7 +118,8 @@ def steps_of_all(running: Sequence[Any], folders: Sequence[Path], steps: int) ->
         time.sleep(0.2)  # to read more often would slow down what is measured
         for process in running:
             if process.poll() is not None:
-                print(process.communicate()[0], end="", file=sys.stderr)
+                with tqdm.external_write_mode():
+                    print(process.communicate()[0], end="", file=sys.stderr)
                 raise SystemExit(process.returncode)
         metrics = [read_metrics(folder) for folder in folders]
         if not first_epochs and all(metrics):  # the epoch after the last line is under way

@@ -5,12 +5,14 @@ import sys
 from argparse import Namespace
 from statistics import quantiles
 
+from tqdm import tqdm
+
 import peak
 from benchmarks.measure.memory import count_in_stages
 from benchmarks.measure.stage_runs import StageRun, run_command, time_without_messages
 from benchmarks.result_files import Results, provenance
 from benchmarks.variants import VARIANTS, Layout, command_of
-from common.bar import Bar, bar_erased, close_bar
+from common.bar import progress_bar
 from common.data import load_dataset
 from common.options import make_parser
 
@@ -22,9 +24,8 @@ def measure_tour(args: Namespace) -> Results:
     origin = provenance(args.device, command="python benchmarks/tour.py")
     keys = [key for key in KEYS if VARIANTS[key].stage in args.stages]
     keys = [key for key in keys if not VARIANTS[key].why_not_on(args.device)]
-    with Bar("tour", len(keys), unit="row") as bar:
-        runs = {key: run(key, args) for key in bar.each(keys)}
-    with Bar("counting memory"):
+    runs = {key: run(key, args) for key in progress_bar("tour", keys, unit="row")}
+    with progress_bar("counting memory"):
         held = count_memory(keys, args)
     rows: dict[str, Results] = {
         key: {
@@ -66,14 +67,14 @@ def run(key: str, args: Namespace) -> StageRun:
     """Run a stage, show what it prints, and read what it leaves behind."""
     variant = VARIANTS[key]
     command = [*command_of(key, args.ranks, args.device), *flags_of(args)]
-    with bar_erased():
+    with tqdm.external_write_mode():
         print(f"\n{variant.label}: python {' '.join(command)}", flush=True)
     threads = (os.cpu_count() or 1) if variant.all_cores else 1
     try:
         return run_command(command, args.run_dir / key, threads, show=True)
     except SystemExit as end:
-        close_bar()
-        print(f"error: {variant.label} ended with status {end.code}", file=sys.stderr)
+        with tqdm.external_write_mode():
+            print(f"error: {variant.label} ended with status {end.code}", file=sys.stderr)
         raise
 
 
@@ -83,7 +84,7 @@ def time_ceiling(args: Namespace) -> Results:
     command = " ".join(command_of("ceiling", args.ranks))
     print(f"\n{label}: {args.ranks} × python {command} --batch-size {local_batch}", flush=True)
     flags = flags_of(args, "batch_size", "epochs", "max_steps")
-    with Bar("ceiling"):
+    with progress_bar("ceiling"):
         low, median, high = quantiles(time_without_messages(args.ranks, local_batch, *flags))
     summary = {
         "step_ms": round(1000 * median, 4),

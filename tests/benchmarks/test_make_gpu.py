@@ -37,9 +37,9 @@ def test_it_runs_every_test_that_needs_a_gpu_and_programs_that_exist():
     assert len(steps) == len(list_steps("cuda")), "each has a name of its own"
 
 
-def test_it_needs_no_more_than_torch_torchvision_and_tabulate_and_no_git(tmp_path):
+def test_it_needs_no_more_than_torch_torchvision_tabulate_and_tqdm_and_no_git(tmp_path):
     """Our packages are found where they lie, because they are not installed there."""
-    python = make_environment(tmp_path, "torch", "torchvision", "tabulate")
+    python = make_environment(tmp_path, "torch", "torchvision", "tabulate", "tqdm")
     paths = os.pathsep.join(gpu_runner.PACKAGES)
     env = {"PYTHONPATH": paths, "PATH": str(tmp_path)}
     call = [python, "benchmarks/gpu.py", "--dry-run"]

@@ -69,7 +69,7 @@ def test_every_script_has_the_same_skeleton_and_says_how_to_run_it(stage):
 
 # What only a lesson may use.
 FORBIDDEN = {"distributed", "DataParallel", "DistributedDataParallel", "autocast", "backward"}
-FORBIDDEN |= {"watchdog", "Watchdog", "signal", "multiprocessing"}
+FORBIDDEN |= {"watchdog", "Watchdog", "signal", "multiprocessing", "threading"}
 FIELDS = ("attr", "id", "module", "name")
 
 

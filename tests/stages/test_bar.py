@@ -1,36 +1,42 @@
 """Long work shows a bar in rank 0's terminal, and leaves there what it prints into a pipe."""
 
+import fcntl
 import os
 import re
 import signal
+import struct
+import termios
 import time
 import tty
 from threading import Thread
 
 import pytest
 
-from common import bar
-from helpers.scripts import become_script, launch_script, store_of_a_launcher, variables_of_rank
+from helpers.scripts import (
+    become_script,
+    launch_script,
+    run_script,
+    store_of_a_launcher,
+    variables_of_rank,
+)
 from local_ranks.chapters import ROOT
 from local_ranks.machine import SECONDS, timeout_under_load
 from local_ranks.ranks import PROCESS_DEFAULTS
 
 STAGE = """
 import runpy
+import sys
 import common.bar
-common.bar.SECONDS_BEFORE = common.bar.SECONDS_BETWEEN = 0.003
+common.bar.SECONDS_BETWEEN = 0.003
 {more}
 runpy.run_path({script!r}, run_name="__main__")
 """
 ROWS = """
-import time
-import common.bar
-common.bar.SECONDS_BEFORE = common.bar.SECONDS_BETWEEN = 0.003
-with common.bar.Bar("rows of a long table", 2, "row") as bar:
-    for number in bar.each((1, 2)):
-        time.sleep(0.1)
-        with common.bar.bar_erased():
-            print("row", number)
+from tqdm import tqdm
+from common.bar import progress_bar
+for number in progress_bar("rows", (1, 2), unit="row"):
+    with tqdm.external_write_mode():
+        print("row", number)
 print("end")
 """
 
@@ -42,6 +48,7 @@ class Terminal:
         folder = script.parent
         self.ours, theirs = os.openpty()
         tty.setraw(theirs)  # a line ends with \n alone
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
         output = folder / "terminal"
         (folder / f"terminal.{rank}").symlink_to(os.ttyname(theirs))
         arguments = (rank, env or {}, str(script), flags, str(ROOT), str(output))
@@ -102,38 +109,34 @@ def test_rank_0_draws_and_in_the_end_a_terminal_shows_what_a_pipe_gets(tmp_path)
     shown = [without_speeds(terminal.lines()) for terminal in terminals]
     assert shown == [without_speeds(text.split("\n")) for text in piped]
     drawn = terminals[0].text
-    assert re.search(r"\repoch 2/3 [━─#-]{10} \d+/12 steps, 0:00:00, 0:00:00 left, loss \d", drawn)
-    assert "\revaluation, 0:00:00" in drawn
-    assert "\r" not in "".join([*piped, terminals[1].text])
+    assert re.search(r"\repoch 2/3: .* \d+/12 \[00:\d\d<00:\d\d, .*step/s, loss \d", drawn)
+    assert "\revaluation: 100%" in drawn
+    assert "step/s" not in "".join([*piped, terminals[1].text])
 
 
-@pytest.mark.parametrize("ends_clean", [True, False])
-def test_after_ctrl_c_an_error_has_a_line_of_its_own(tmp_path, ends_clean):
-    """The control: if nothing erases the bar, its rest stands behind the first line."""
-    more = "" if ends_clean else "common.bar.Bar.erase = lambda bar: None"
+def test_the_control_a_pipe_that_is_taken_for_a_terminal_gets_the_bar(tmp_path):
+    script = stage_script(tmp_path, "01_single_gpu", "sys.stderr.isatty = lambda: True")
+    flags = ("--epochs=1", f"--run-dir={tmp_path}", "--device=cpu")
+    [(_, output)] = run_script(str(script), *flags)
+    assert "step/s" in output
+
+
+@pytest.mark.parametrize("is_erased", [True, False])
+def test_after_ctrl_c_an_error_has_a_line_of_its_own(tmp_path, is_erased):
+    """The control: if nothing erases the bar, it stands before the first line."""
+    more = "" if is_erased else "common.bar.tqdm.clear = lambda *_, **__: None"
     script = stage_script(tmp_path, "01_single_gpu", more)
     flags = ("--epochs=1000", "--model=resnet18", f"--run-dir={tmp_path}", "--device=cpu")
     terminal = Terminal(script, *flags)
-    terminal.wait_for("steps")
+    terminal.wait_for("step/s")
     os.kill(terminal.process.pid, signal.SIGINT)
     lines = terminal.lines()
     assert lines[-2:] == ["KeyboardInterrupt", ""]
-    assert ("Traceback (most recent call last):" in lines) == ends_clean
+    assert ("Traceback (most recent call last):" in lines) == is_erased
 
 
 def test_rows_that_are_printed_beside_a_bar_stand_alone(tmp_path):
     (tmp_path / "script.py").write_text(ROWS)
     terminal = Terminal(tmp_path / "script.py")
     assert terminal.lines() == ["row 1", "row 2", "end", ""]
-    assert re.search(r"\rrows of a long table [━─#-]{10} 1/2 rows", terminal.text)
-
-
-def test_the_time_left_is_that_of_the_steps_that_this_run_has_made(monkeypatch):
-    seconds = [0.0]
-    monkeypatch.setattr(bar.time, "monotonic", lambda: seconds[0])
-    epoch = bar.Bar("epoch 2/9", 300, done=100, note=lambda: "loss 0.5")
-    seconds[0] = 10.0
-    assert "100/300 steps, 0:00:10, loss 0.5" in epoch.line(), "nothing is known of a step's time"
-    epoch.advance()
-    seconds[0] = 14.0
-    assert "101/300 steps, 0:00:14, 0:33:06 left, loss 0.5" in epoch.line(), "199 times 10 s, but 4"
+    assert terminal.text.startswith("\rrows:   0%")
