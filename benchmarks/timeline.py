@@ -18,7 +18,7 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "packages/prove/src
 
 from benchmarks.measure.recordings import choose_step, record
 from common.options import Parser, UsageError, exit_on
-from docs.pictures.timeline import draw, table
+from docs.pictures.timeline import Row, draw, table
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     torch, gpu = recordings[0]["torch"].partition("+")[0], recordings[0]["gpu"] or "CPU"
     caption = f"One step, the median of {shown['steps']}; {gpu}, torch {torch}."
     name = Path(next((word for word in command if word.endswith(".py")), args.program)).name
-    Path("timeline.svg").write_text(draw([(name, shown["shown"])], [caption]))
+    Path("timeline.svg").write_text(draw([Row(name, shown["shown"])], [caption]))
     print(table(shown["shown"]))
     print("wrote timeline.svg: open it in a browser")
 

@@ -82,11 +82,8 @@ def cut(recordings: Sequence[Recording], number: int) -> RecordedStep:
     return step
 
 
-def choose_step(*runs: Sequence[Recording], shorter: float = 0.5) -> Results:
-    """Choose one step of all runs by its length, by default the median; say of how many.
-
-    shorter: the share of the steps that are shorter than it.
-    """
+def choose_step(*runs: Sequence[Recording]) -> Results:
+    """Choose the step of median length among those of all runs; say of how many."""
     compared: list[RecordedStep] = []
     for recordings in runs:
         steps = min(len(recording["steps"]) for recording in recordings)
@@ -94,18 +91,14 @@ def choose_step(*runs: Sequence[Recording], shorter: float = 0.5) -> Results:
             raise UsageError(f"the script took {steps} steps: expected more than {WARM_UP}")
         compared += [cut(recordings, number) for number in range(WARM_UP, steps)]
     compared.sort(key=lambda step: step["ms"])
-    return {"steps": len(compared), "shown": compared[int((len(compared) - 1) * shorter)]}
+    return {"steps": len(compared), "shown": compared[(len(compared) - 1) // 2]}
 
 
 def record_stages(
-    stages: Sequence[str],
-    model: str = "net-bn",
-    steps: int = 65,
-    turns: int = 1,
-    shorter: float = 0.5,
+    stages: Sequence[str], model: str = "net-bn", steps: int = 65, turns: int = 1
 ) -> Results:
-    """Record the stages in turns, each with so many steps in a turn; choose a step of each."""
-    about = {"model": model, "ranks": RANKS, "global_batch": GLOBAL_BATCH, "shorter": shorter}
+    """Record the stages in turns, each with so many steps in a turn."""
+    about = {"model": model, "ranks": RANKS, "global_batch": GLOBAL_BATCH}
     results: Results = {"provenance": provenance(), **about}
     runs: dict[str, list[Sequence[Recording]]] = {stage: [] for stage in stages}
     for stage in [*stages] * turns:  # in turns: what else the machine does hits them all alike
@@ -116,5 +109,5 @@ def record_stages(
             flags += [f"--run-dir={folder}", f"--data-dir={ROOT / 'data'}"]
             command = [sys.executable, *command_of(stage, RANKS), *flags]
             runs[stage].append(record(command, quiet=True))
-    results["stages"] = {stage: choose_step(*runs[stage], shorter=shorter) for stage in stages}
+    results["stages"] = {stage: choose_step(*runs[stage]) for stage in stages}
     return results

@@ -82,15 +82,11 @@ def measure_stages(effort: Effort, keys: Collection[str] = KEYS) -> Results:
 def measure_timeline(effort: Effort) -> Results:
     """Record what a step of each stage is spent on, for the pictures of the pages."""
     results = Results()
-    # The fewer milliseconds a step has, the more it is disturbed by what else the machine does: of
-    # the small networks, one of the shortest steps is shown.
-    recorded = {"net": (["01", "03", "04"], 65, 0.02), "net-bn": ([*STAGES], 65, 0.02)}
-    recorded["resnet18"] = (["03", "04"], 20, 0.5)
-    for model, (stages, steps, shorter) in recorded.items():
+    recorded = {"net-bn": ([*STAGES], 65), "resnet18": (["03", "04"], 20)}
+    for model, (stages, steps) in recorded.items():
         if effort.quick:
             stages, steps = stages[-1:], WARM_UP + 2
-        turns = min(3, effort.rounds)
-        results[model] = record_stages(stages, model, steps, turns, shorter)
+        results[model] = record_stages(stages, model, steps, turns=min(3, effort.rounds))
     return results
 
 

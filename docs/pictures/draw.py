@@ -56,10 +56,10 @@ PICTURES: dict[str, Callable[[], str]] = {
     "losses": draw_losses,
     "scaling": curves.draw_scaling,
     "timeline": partial(draw_timeline, "net-bn"),
-    "timeline_01": partial(draw_timeline, "net", "01"),
+    "timeline_01": partial(draw_timeline, "net-bn", "01"),
     "timeline_02": partial(draw_timeline, "net-bn", "02"),
-    "timeline_03": partial(draw_timeline, "net", "03"),
-    "timeline_04": partial(draw_timeline, "net", "04"),
+    "timeline_03": partial(draw_timeline, "net-bn", "03"),
+    "timeline_04": partial(draw_timeline, "net-bn", "04"),
     "timeline_05": partial(draw_timeline, "net-bn", "05"),
     "timeline_resnet18": partial(draw_timeline, "resnet18", "03", "04"),
 }

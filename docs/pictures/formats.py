@@ -12,7 +12,15 @@ from common.models import Net
 from docs.pictures.svg import INK, WIDTH, Drawing
 
 LAYOUTS = ("contiguous", "channels_last")  # of images in memory
+HIGH = 34  # of a layer
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ADVICE = {
+    "fp32": "",
+    "tf32": ", the default for convolutions",
+    "bf16": ": take this, it needs nothing else",
+    "fp16": ", which also needs a scaler",
+}
+RECOMMENDED = "bf16"
 
 
 def draw_formats() -> str:
@@ -67,9 +75,17 @@ def draw_ranges(drawing: Drawing, left: float) -> None:
 class Choice(Enum):
     """What autocast does with the format of a layer's input."""
 
-    NEITHER = "32 bits"
-    CASTS = "converts to 16 bits"  # to bf16, whatever comes
+    CASTS = "computes a product in 16 bits"  # to bf16, whatever comes
     FOLLOWS = "stays in 16 bits"
+    NEITHER = "32 bits"
+
+
+# The fill of a layer, and the color of its name.
+LOOKS = {
+    Choice.CASTS: ("16 bits", "#fff"),
+    Choice.FOLLOWS: ("still 16 bits", "#33398a"),
+    Choice.NEITHER: ("32 bits", "#fff"),
+}
 
 
 def choices_of_autocast() -> list[tuple[str, Choice]]:
@@ -101,31 +117,34 @@ def draw_autocast() -> str:
         f"Of the {len(choices)} parts of a forward, {casts} convert their input and their weights "
         "to bf16. The layers between them take what comes. The images and the loss are in fp32.",
     )
-    per_row, wide, high, below = 4, 106, 46, 56
+    per_row, wide, below = 4, 106, 58
     for place, (name, choice) in enumerate(choices):
         row, column = divmod(place, per_row)
-        x, y = 4 + 122 * column, 4 + below * row
-        draw_choice(drawing, x, y, wide, high, name, choice)
-        if place + 1 < len(choices) and column + 1 < per_row:
-            drawing.line(x + wide, y + high / 2, x + 121, y + high / 2, arrow=True)
-    y = 20 + below * -(-len(choices) // per_row)
+        x, y, middle = 4 + 122 * column, 4 + below * row, 4 + wide / 2
+        draw_choice(drawing, x, y, wide, name, choice)
+        if place + 1 == len(choices):
+            break
+        if column + 1 < per_row:
+            drawing.line(x + wide, y + HIGH / 2, x + 121, y + HIGH / 2, arrow=True)
+        else:  # around, to the start of the next row
+            end, between = x + wide / 2, y + (HIGH + below) / 2 - 2
+            drawing.line(end, y + HIGH, end, between)
+            drawing.line(end, between, middle, between)
+            drawing.line(middle, between, middle, y + below - 1, arrow=True)
+    y = 16 + below * -(-len(choices) // per_row)
     for choice in Choice:
-        draw_choice(drawing, 4, y, 40, high, "", choice)
-        drawing.words(54, y + high / 2 + 6, choice.value)
-        y += 34 if choice is not Choice.NEITHER else 46
-    return drawing.text(y + 14)
+        draw_choice(drawing, 4, y, 40, "", choice)
+        drawing.words(54, y + HIGH / 2 + 6, choice.value)
+        y += HIGH + 8
+    return drawing.text(y)
 
 
 def draw_choice(
-    drawing: Drawing, x: float, y: float, wide: float, high: float, name: str, choice: Choice
+    drawing: Drawing, x: float, y: float, wide: float, name: str, choice: Choice
 ) -> None:
-    """A box as high as its numbers are long; a filled one converts them."""
-    if choice is not Choice.NEITHER:
-        y, high = y + high / 4, high / 2
-    is_filled = choice is Choice.CASTS
-    drawing.box(x, y, wide, high, "16 bits" if is_filled else "none", INK)
-    color = "#fff" if is_filled else INK
-    drawing.words(x + wide / 2, y + high / 2 + 6, name, color, "middle", bold=True)
+    fill, ink = LOOKS[choice]
+    drawing.box(x, y, wide, HIGH, fill, "16 bits" if choice is Choice.FOLLOWS else fill)
+    drawing.words(x + wide / 2, y + HIGH / 2 + 6, name, ink, "middle", bold=True)
 
 
 def draw_speeds(results: Results) -> str:
@@ -135,14 +154,17 @@ def draw_speeds(results: Results) -> str:
     gpu = results["provenance"]["hardware"].removeprefix("1 x ")
     drawing = Drawing(f"{name} on one {gpu}: images per second", "")
     drawing.legend(4, LAYOUTS)
-    left, right = 64, 90  # room for the names, and for the numbers
+    left, right, high = 12, 74, 88  # room for a margin, for the numbers, and for a format
     scale = (WIDTH - left - right) / max(speeds.values())
-    for row, form in enumerate(("fp32", "tf32", "bf16", "fp16")):
-        y = 34 + 66 * row
-        drawing.words(4, y + 32, form, bold=True)
+    for row, (form, about) in enumerate(ADVICE.items()):
+        y = 34 + high * row
+        if form == RECOMMENDED:
+            drawing.box(2, y, WIDTH - 4, high - 4, "none", "right")
+        kind = "right" if form == RECOMMENDED else INK
+        drawing.words(left, y + 20, f"{form}{about}", kind, bold=form == RECOMMENDED)
         for place, layout in enumerate(LAYOUTS):
-            speed, top = speeds[f"{form}, {layout}"], y + 26 * place
+            speed, top = speeds[f"{form}, {layout}"], y + 28 + 26 * place
             drawing.box(left, top, scale * speed, 22, layout)
             drawing.words(left + scale * speed + 8, top + 17, f"{speed:,.0f}", bold=True)
-            drawing.description += f"{form}, {layout}: {speed:,.0f}. "
-    return drawing.text(34 + 66 * 4)
+            drawing.description += f"{form}{about}, {layout}: {speed:,.0f}. "
+    return drawing.text(34 + high * len(ADVICE))

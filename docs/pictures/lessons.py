@@ -46,11 +46,12 @@ def draw_mean() -> str:
         drawing.line(shared, 226, own, 246, arrow=True)
         drawing.words(own, 266, "the same gradient", anchor="middle")
         drawing.words(own, 288, minus(average), "gradients", "middle", bold=True)
-        drawing.card(own, 298, wide, INK, [f"weight: 1 → {1 - rate * average:g}"])
+        update = f"weight: 1 → {1 - rate * average:g}"
+        drawing.card(own, 298, wide, INK, [f"learning rate {rate:g}", update])
     drawing.card(middle, 188, 330, "sending", ["all-reduce: the mean of both"])
     ending = f"One process with all four samples: gradient {minus(whole)}, too"
-    drawing.words(middle, 362, ending, anchor="middle", bold=True)
-    return drawing.text(374)
+    drawing.words(middle, 383, ending, anchor="middle", bold=True)
+    return drawing.text(395)
 
 
 def minus(number: float) -> str:

@@ -1,7 +1,6 @@
 """Maps: the way through the course, and the six steps of a script of one's own."""
 
 import re
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from docs.pictures.svg import INK, WIDTH, Drawing
@@ -11,70 +10,19 @@ CONVERT = ROOT / "beyond" / "convert"
 HIGH = 54  # of a stop
 
 
-class Bar(NamedTuple):
-    """A part of a stop's small timeline: begin and end in percent, how far down, and how high."""
-
-    kind: str
-    begin: float
-    end: float
-    down: float
-    high: float = 14
-
-
-def two_ranks(*bars: Bar) -> list[Bar]:
-    """The same bars for two ranks, one below the other."""
-    return [bar._replace(down=bar.down + 20 * rank) for rank in (0, 1) for bar in bars]
-
-
 class Stop(NamedTuple):
     name: str
     about: str
-    bars: Sequence[Bar]
     may_wait: bool = False
 
 
 STOPS = (
-    Stop(
-        "01 single GPU",
-        "what goes wrong",
-        [Bar("forward", 0, 45, 10), Bar("backward", 47, 100, 10)],
-    ),
-    Stop(
-        "02 DataParallel",
-        "one line; why not",
-        [
-            Bar("sending", 0, 12, 10),
-            Bar("forward", 14, 52, 0),
-            Bar("forward", 24, 62, 20),
-            Bar("backward", 66, 100, 10),
-        ],
-        may_wait=True,
-    ),
-    Stop(
-        "03 by hand",
-        "mean of gradients",
-        two_ranks(
-            Bar("forward", 0, 22, 0),
-            Bar("backward", 24, 52, 0),
-            *(Bar("sending", begin, begin + 9, 0) for begin in (56, 68, 80, 92)),
-        ),
-    ),
-    Stop(
-        "04 DDP, torchrun",
-        "the same, faster",
-        two_ranks(
-            Bar("forward", 0, 22, 0), Bar("backward", 24, 56, 0), Bar("sending", 36, 64, 9, 6)
-        ),
-    ),
-    Stop(
-        "05 AMP, SyncBN",
-        "16 bits, whole batch",
-        two_ranks(
-            Bar("forward", 0, 14, 0), Bar("backward", 16, 38, 0), Bar("sending", 24, 44, 9, 6)
-        ),
-        may_wait=True,
-    ),
-    Stop("notebook 03", "all stages agree", two_ranks(Bar("same", 30, 70, 6, 6))),
+    Stop("01 single GPU", "six things that go wrong"),
+    Stop("02 DataParallel", "one line, but don't use it", may_wait=True),
+    Stop("03 by hand", "the mean of all gradients"),
+    Stop("04 DDP, torchrun", "the same, but faster"),
+    Stop("05 AMP, SyncBN", "16 bits, and the whole batch", may_wait=True),
+    Stop("notebook 03", "which stages agree"),
 )
 FILES = {3: ("minimal.py", "45 lines to read"), 4: ("template.py", "150 to take home")}
 YOURS = (
@@ -85,7 +33,7 @@ YOURS = (
 LATER = (
     ("forecast", "how many GPUs pay?"),
     ("shard", "the model does not fit"),
-    ("local_sgd", "the network is slow"),
+    ("local_sgd", "slow network: talk less"),
     ("puzzles", "find the mistake"),
 )
 
@@ -112,21 +60,18 @@ def draw_course() -> str:
     draw_stops(drawing)
     draw_files(drawing)
     y = draw_roads(drawing, END + 26)
-    drawing.legend(y, ("forward", "backward", "sending"))
-    drawing.box(350, y - 1, 28, 16, "none", INK, dashes="6 4")
-    drawing.words(386, y + 13, "may wait")
+    drawing.box(4, y - 1, 28, 16, "none", INK, dashes="6 4")
+    drawing.words(40, y + 13, "may wait, if you are short of time")
     return drawing.text(y + 24)
 
 
 def draw_stops(drawing: Drawing) -> None:
-    for number, (name, about, bars, may_wait) in enumerate(STOPS):
+    for number, (name, about, may_wait) in enumerate(STOPS):
         y = TOP + STEP * number
         drawing.line(LEFT + 40, y - 12 if number else 38, LEFT + 40, y - 2, arrow=True)
         drawing.box(LEFT, y, WIDE, HIGH, "none", INK, dashes="6 4" if may_wait else "")
-        for kind, begin, end, down, high in bars:
-            drawing.box(LEFT + 8 + 0.62 * begin, y + 10 + down, 0.62 * (end - begin), high, kind)
-        drawing.words(LEFT + 82, y + 23, name, bold=True)
-        drawing.words(LEFT + 82, y + 44, about)
+        drawing.words(LEFT + 14, y + 23, name, bold=True)
+        drawing.words(LEFT + 14, y + 44, about)
     drawing.line(LEFT + 40, END, LEFT + 40, END + 23, arrow=True)
     drawing.line(14, 38, 14, END)
     drawing.line(14, END, 22, END)

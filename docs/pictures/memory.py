@@ -18,7 +18,7 @@ def draw(results: Results) -> str:
     held = {kind: sum(found[part] for part in parts) for kind, parts in KINDS.items()}
     total = sum(held.values())
     lines = {kind: f"{kind}: {size / MIB:.0f} MiB" for kind, size in held.items()}
-    title = f"What one process holds: {total / MIB:.0f} MiB"
+    title = f"{results['model']}, larger than net: {total / MIB:.0f} MiB in one process"
     drawing = Drawing(title, "; ".join(lines.values()))
     drawing.words(4, 18, title, bold=True)
     x = 4.0
@@ -31,7 +31,7 @@ def draw(results: Results) -> str:
         left, top = 4 + 244 * column, 72 + 24 * row
         drawing.box(left, top, 14, 14, kind)
         drawing.words(left + 20, top + 13, line)
-    about = "{model}, {image_size} pixels, global batch {global_batch},", "at the end of forward."
-    for row, text in enumerate((*about, origin_line(results["provenance"]))):
-        drawing.words(4, 164 + 20 * row, text.format(**results))
-    return drawing.text(214)
+    about = "{image_size} pixels, global batch {global_batch}, at the end of forward."
+    for row, text in enumerate((about.format(**results), origin_line(results["provenance"]))):
+        drawing.words(4, 164 + 20 * row, text)
+    return drawing.text(194)

@@ -35,8 +35,10 @@ COLORS = {
     # what comes of it
     "right": "#3f9142",
     "wrong": "#d5404a",
-    # what autocast converts
-    "16 bits": "#5f6670",
+    # what autocast converts, and what it leaves
+    "16 bits": "#5a63c8",
+    "still 16 bits": "#cdd1f6",
+    "32 bits": INK,
     # how images lie in memory
     "contiguous": "#9c7a6b",
     "channels_last": "#c8506a",
@@ -49,6 +51,12 @@ STRIPES = (
     '<pattern id="waiting" width="5" height="5" patternUnits="userSpaceOnUse" '
     'patternTransform="rotate(45)"><rect width="2" height="5" fill="#c9630f"/></pattern>'
 )
+
+
+def width_of(text: str) -> float:
+    """How wide the text is, about, in a wide font."""
+    widths = dict.fromkeys("fijlrt", 0.36) | {"m": 0.98, "w": 0.82}
+    return SIZE * sum(widths.get(letter, 0.6) for letter in text)
 
 
 class Drawing:
@@ -67,9 +75,11 @@ class Drawing:
         kind: str,
         outline: str = "",
         dashes: str = "",
+        is_pale: bool = False,
     ) -> None:
         edge = f' stroke="{COLORS.get(outline, outline)}"' if outline else ""
         edge += f' stroke-dasharray="{dashes}"' if dashes else ""
+        edge += ' fill-opacity="0.55"' if is_pale else ""
         at = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 1):.1f}" height="{height:.1f}"'
         rounding = ' rx="4"' if outline else ""
         self.shapes.append(f'<rect {at}{rounding} fill="{COLORS.get(kind, kind)}"{edge}/>')
@@ -124,12 +134,12 @@ class Drawing:
         """A square and a name for each, in as many rows as it takes; returns where they end."""
         left = x
         for name in names:
-            wide = 20 + 9 * len(name)
+            wide = 20 + width_of(name)
             if x > left and x + wide > WIDTH:
                 x, y = left, y + 22
             self.box(x, y, 14, 14, name, INK if name == "waiting" else "")
             self.words(x + 20, y + 13, name)
-            x += wide + 12
+            x += wide + 9
         return y + 22
 
     def text(self, height: float) -> str:

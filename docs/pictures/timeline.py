@@ -13,6 +13,7 @@ WAITING, SENDING = "waiting", "sending"
 # What a part may be: svg.py has a color for each.
 KINDS = (*(kind.value for kind in Kind if kind not in MESSAGES), WAITING, SENDING)
 LEFT, RIGHT = 90, 10  # of the axis: the names of the ranks, and a margin
+BASE = "01"  # the stage with which each other one is compared
 
 
 class Part(NamedTuple):
@@ -25,6 +26,20 @@ class Lane(NamedTuple):
     name: str
     height: int
     parts: Sequence[Part]
+
+
+class Row(NamedTuple):
+    """A recorded step: a pale one is only there to compare with, so it has no lane of messages."""
+
+    name: str
+    step: RecordedStep
+    is_pale: bool = False
+
+    @property
+    def lanes(self) -> list[Lane]:
+        if self.is_pale:
+            return [Lane("", 12, lanes(self.step)[0].parts)]
+        return lanes(self.step)
 
 
 def messages_of(spans: Sequence[Span]) -> list[Span]:
@@ -118,25 +133,26 @@ def title(name: str, step: RecordedStep) -> str:
     return text
 
 
-def draw(rows: Sequence[tuple[str, RecordedStep]], caption: Sequence[str]) -> str:
-    """rows: of each recording, its name and the step that is shown."""
-    longest = max(step["ms"] for _, step in rows)
+def draw(rows: Sequence[Row], caption: Sequence[str], longest: float = 0) -> str:
+    """longest: how many milliseconds the axis must have room for, at least."""
+    longest = max(longest, *(row.step["ms"] for row in rows))
     scale = (WIDTH - LEFT - RIGHT) / longest
-    titles = [title(name, step) for name, step in rows]
+    titles = [title(row.name, row.step) for row in rows]
     drawing = Drawing("What a training step is spent on", ". ".join(titles))
-    seen = {kind for _, step in rows for lane in lanes(step) for kind, *_ in lane.parts}
+    seen = {kind for row in rows for lane in row.lanes for kind, *_ in lane.parts}
     y = drawing.legend(4, [kind for kind in KINDS if kind in seen])
-    for (_, step), text in zip(rows, titles, strict=True):
+    for row, text in zip(rows, titles, strict=True):
         y += 20
-        drawing.words(4, y, text, bold=True)
+        drawing.words(4, y, text, bold=not row.is_pale)
         y += 8
-        for lane in lanes(step):
+        for lane in row.lanes:
             drawing.words(LEFT - 8, y + lane.height / 2 + 5, lane.name, anchor="end")
             for kind, begin, end in lane.parts:
                 if end - begin > 0.002 * longest or kind not in (WAITING, SENDING):
                     least = 2.5 if kind == Kind.OPTIMIZER else 1.0
                     width = max(least, (end - begin) * scale - 0.7)  # a gap between neighbors
-                    drawing.box(LEFT + begin * scale, y, width, lane.height, kind)
+                    x = LEFT + begin * scale
+                    drawing.box(x, y, width, lane.height, kind, is_pale=row.is_pale)
             y += lane.height + (2 if lane.height == 20 else 8)
         y += 6
     y += 4
@@ -182,9 +198,12 @@ def table(step: RecordedStep) -> str:
 
 
 def picture(results: Results, stages: Sequence[str] = ()) -> str:
-    """Draw the recorded stages: those that are named, or all."""
-    shown = stages or [*results["stages"]]
-    rows = [(VARIANTS[stage].label, results["stages"][stage]["shown"]) for stage in shown]
-    about = f"{results['model']}, global batch {results['global_batch']}. "
-    about += "One of the shortest steps." if results["shorter"] < 0.5 else "The median step."
-    return draw(rows, [about, origin_line(results["provenance"])])
+    """Draw the recorded stages: those that are named, or all, on the same axis."""
+    steps = {stage: each["shown"] for stage, each in results["stages"].items()}
+    shown = stages or [*steps]
+    rows = [Row(VARIANTS[stage].label, steps[stage]) for stage in shown]
+    if BASE in steps and BASE not in shown:
+        rows.insert(0, Row(f"{BASE}, for comparison", steps[BASE], is_pale=True))
+    about = f"{results['model']}, global batch {results['global_batch']}. The median step."
+    longest = max(step["ms"] for step in steps.values())
+    return draw(rows, [about, origin_line(results["provenance"])], longest)

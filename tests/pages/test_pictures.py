@@ -29,6 +29,19 @@ def test_another_recording_gives_another_picture():
     assert timeline.picture(results) != before
 
 
+def test_the_pictures_of_the_stages_can_be_compared():
+    """They have one axis, and each but the first also shows stage 01."""
+    steps = result_files.load("timeline")["net-bn"]["stages"]
+    base = f"01, for comparison: {steps['01']['shown']['ms']:.1f} ms"
+    ticks = set()
+    for stage in steps:
+        root = ElementTree.parse(draw.path_of(f"timeline_{stage}")).getroot()
+        words = [element.text or "" for element in root.iterfind(".//{*}text")]
+        assert (base in words) == (stage != "01")
+        ticks.add(tuple(filter(str.isdigit, words)))
+    assert len(ticks) == 1, "one axis"
+
+
 def test_every_picture_stands_on_a_page_and_has_a_description_there():
     shown = [
         match
