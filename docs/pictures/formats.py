@@ -152,12 +152,14 @@ def draw_speeds(results: Results) -> str:
     name, measured = next(iter(results["models"].items()))
     speeds = {label: row["images_per_second"] for label, row in measured["variants"].items()}
     gpu = results["provenance"]["hardware"].removeprefix("1 x ")
-    drawing = Drawing(f"{name} on one {gpu}: images per second", "")
-    drawing.legend(4, LAYOUTS)
+    heading = f"{name} on one {gpu}: images per second"
+    drawing = Drawing(heading, "")
+    drawing.words(4, 18, heading, bold=True)
+    drawing.legend(28, LAYOUTS)
     left, right, high = 12, 74, 88  # room for a margin, for the numbers, and for a format
     scale = (WIDTH - left - right) / max(speeds.values())
     for row, (form, about) in enumerate(ADVICE.items()):
-        y = 34 + high * row
+        y = 58 + high * row
         if form == RECOMMENDED:
             drawing.box(2, y, WIDTH - 4, high - 4, "none", "right")
         kind = "right" if form == RECOMMENDED else INK
@@ -167,4 +169,4 @@ def draw_speeds(results: Results) -> str:
             drawing.box(left, top, scale * speed, 22, layout)
             drawing.words(left + scale * speed + 8, top + 17, f"{speed:,.0f}", bold=True)
             drawing.description += f"{form}{about}, {layout}: {speed:,.0f}. "
-    return drawing.text(34 + high * len(ADVICE))
+    return drawing.text(58 + high * len(ADVICE))

@@ -148,7 +148,7 @@ def draw_convert() -> str:
     for number, name in enumerate(STEPS):
         y = top + high * number
         diff = (CONVERT / "classifier" / "steps" / f"{number + 1}.diff").read_text()
-        added = sum(line.startswith("+") for line in diff.splitlines())
+        added = sum(line.startswith("+") for line in diff.splitlines()[2:])  # below the names
         drawing.button(6, y, 28, 28, "you", str(number + 1))
         drawing.words(46, y + 19, name, bold=True)
         drawing.words(WIDTH - 4, y + 19, f"+{added}", anchor="end")

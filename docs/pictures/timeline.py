@@ -204,6 +204,7 @@ def picture(results: Results, stages: Sequence[str] = ()) -> str:
     rows = [Row(VARIANTS[stage].label, steps[stage]) for stage in shown]
     if BASE in steps and BASE not in shown:
         rows.insert(0, Row(f"{BASE}, for comparison", steps[BASE], is_pale=True))
-    about = f"{results['model']}, global batch {results['global_batch']}. The median step."
+    about = f"{results['model']}, global batch {results['global_batch']}. "
+    about += "The median recorded step; bench.md has averages."
     longest = max(step["ms"] for step in steps.values())
     return draw(rows, [about, origin_line(results["provenance"])], longest)
