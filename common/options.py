@@ -4,13 +4,12 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from tqdm import tqdm
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "imagefolder", "synthetic")
 MODELS = ("net", "net-bn", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
@@ -26,7 +25,8 @@ def exit_on(*errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # also Ctrl-C
-        with tqdm.external_write_mode():  # erases a bar, which stays away after an error
+        tqdm = sys.modules.get("tqdm")  # without it, there is no bar
+        with tqdm.tqdm.external_write_mode() if tqdm else nullcontext():  # erases the bar
             if not isinstance(error, errors):
                 raise
             text = str(error).rpartition("UsageError: ")[2]  # a worker sends a whole traceback

@@ -11,7 +11,7 @@ from gradient_order import fill_buckets, gradients_of_classifier
 from local_ranks.chapters import ROOT
 from step_model import Job
 
-LEFT, RIGHT, TOP, BOTTOM = 52, 466, 64, 250  # of what lies between the axes
+LEFT, RIGHT, TOP, BOTTOM = 52, 460, 64, 250  # of what lies between the axes
 LABELS = {"right": "averaged", "wrong": "not averaged"}
 
 
