@@ -38,15 +38,15 @@ def join_process_group(args: Namespace) -> torch.device:
 
 
 def train_epoch(
-    model: nn.Module, loader: Iterable, optimizer: SGD, device: torch.device, recorder: Recorder
+    ddp: nn.Module, loader: Iterable, optimizer: SGD, device: torch.device, recorder: Recorder
 ) -> Tensor:
     """One pass over this rank's samples; returns each step's mean loss of all ranks, (steps,)."""
-    model.train()
+    ddp.train()
     losses = []
     for images, labels in loader:
         images = images.to(device, non_blocking=True)  # (B, C, H, W)
         labels = labels.to(device, non_blocking=True)  # (B,)
-        loss = F.cross_entropy(model(images), labels)  # the mean over the local batch
+        loss = F.cross_entropy(ddp(images), labels)  # the mean over the local batch
         optimizer.zero_grad()
         loss.backward()  # place 1: meanwhile, DDP averages the gradients over the ranks
         optimizer.step()

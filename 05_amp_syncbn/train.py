@@ -41,7 +41,7 @@ def join_process_group(args: Namespace) -> torch.device:
 
 
 def train_epoch(
-    model: nn.Module,
+    ddp: nn.Module,
     loader: Iterable,
     optimizer: SGD,
     scaler: torch.amp.GradScaler,
@@ -50,14 +50,14 @@ def train_epoch(
 ) -> Tensor:
     """One pass over this rank's samples; returns each step's mean loss of all ranks, (steps,)."""
     dtype = AMP_DTYPES[recorder.args.amp]  # None: autocast stays off
-    model.train()
+    ddp.train()
     losses = []
     for images, labels in loader:
         images = images.to(device, non_blocking=True)  # (B, C, H, W)
         labels = labels.to(device, non_blocking=True)  # (B,)
         # Lesson 1: in this context, convolutions and matrix products run in 16 bits.
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
-            loss = F.cross_entropy(model(images), labels)  # the mean over the local batch
+            loss = F.cross_entropy(ddp(images), labels)  # the mean over the local batch
         optimizer.zero_grad()
         scaler.scale(loss).backward()  # scaled up, because fp16 rounds small gradients to 0
         scaler.step(optimizer)  # scaled back; a step with inf or nan is skipped

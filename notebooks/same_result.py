@@ -49,7 +49,7 @@ STAGE_LABELS = tuple(VARIANTS[key].label for key in STAGES)
 LABELS_WITH_BF16 = (*STAGE_LABELS, VARIANTS["05-bf16"].label)
 RECIPES = ("whole_batches", "chunks", "strides")
 ALL_REDUCE = ("train.py", "average_gradients(model)")  # of stage 03: what its ranks exchange
-NO_DROPOUT = ("train.py", "model.train()", "model.eval()")  # nothing else in `net` depends on it
+NO_DROPOUT = ("train.py", ".train()", ".eval()")  # nothing else in `net` depends on it
 SETTINGS: dict[str, Any] = {"batch": 120, "epochs": 2, "seed": 7, "lr": 0.02, "momentum": 0.9}
 STYLES = (("o", "-"), ("s", "--"), ("^", "-."), ("D", ":"), ("v", "-"), ("P", "--"))
 

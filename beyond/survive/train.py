@@ -98,7 +98,7 @@ def batches_until_save(loader: Iterable, recorder: Recorder, agreement: Agreemen
 
 
 def train_epoch(
-    model: DistributedDataParallel,
+    ddp: DistributedDataParallel,
     loader: Iterable,
     rates: list[float],
     optimizer: SGD,
@@ -112,7 +112,7 @@ def train_epoch(
     """
     args = recorder.args
     autocast = torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "off")
-    model.train()
+    ddp.train()
     losses = []
     for (images, labels), lr in zip(loader, rates, strict=False):
         optimizer.param_groups[0]["lr"] = lr  # all parameters are in one group
@@ -122,14 +122,14 @@ def train_epoch(
         parts = []  # the loss of each micro-batch
         for x, y in zip(images.chunk(args.accumulate), labels.chunk(args.accumulate), strict=True):
             is_last = len(parts) == args.accumulate - 1
-            context = nullcontext() if is_last else model.no_sync()  # DDP decides in forward
+            context = nullcontext() if is_last else ddp.no_sync()  # DDP decides in forward
             with context, autocast:
-                loss = F.cross_entropy(model(x), y) / args.accumulate
+                loss = F.cross_entropy(ddp(x), y) / args.accumulate
             scaler.scale(loss).backward()  # adds to .grad; the last one averages over the ranks
             parts.append(loss.detach())
         if args.clip_norm:
             scaler.unscale_(optimizer)  # the limit is meant for the gradients, not for scaled ones
-            nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm)
+            nn.utils.clip_grad_norm_(ddp.parameters(), args.clip_norm)
         scaler.step(optimizer)  # with fp16: skips the step if a gradient is inf or nan
         scaler.update()
         losses.append(sum(parts))  # .item() would make the CPU wait for the GPU at each step

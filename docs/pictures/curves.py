@@ -82,7 +82,7 @@ def draw_drift(results: Results) -> str:
         f"After {steps} steps, the weights of two ranks are {last:.0f} % of their length apart; "
         f"with averaging, {max(far['right']):g} % in every step.",
     )
-    drawing.words(4, 20, "Stage 03 without its averaging: ranks drift apart", bold=True)
+    drawing.words(4, 20, "Without averaging, two models drift apart", bold=True)
     plot = Plot(drawing, steps, 60)
     plot.ticks(range(0, steps + 1, 20), (0, 20, 40, 60), " %")
     drawing.words(4, TOP - 18, "distance of their weights, in % of their length")
@@ -93,7 +93,7 @@ def draw_drift(results: Results) -> str:
     drawing.words(x - 10, y - 8, f"{LABELS['wrong']}: {last:.0f} %", "wrong", "end", bold=True)
     text = f"{LABELS['right']}: {max(far['right']):g} in every step"
     drawing.words(RIGHT, BOTTOM - 12, text, "right", "end", bold=True)
-    caption = "Both ranks start alike and see different samples."
+    caption = "Stage 03 without its averaging: both start alike and see different samples."
     return with_origin(drawing, [caption], results)
 
 

@@ -205,6 +205,6 @@ def picture(results: Results, stages: Sequence[str] = ()) -> str:
     if BASE in steps and BASE not in shown:
         rows.insert(0, Row(f"{BASE}, for comparison", steps[BASE], is_pale=True))
     about = f"{results['model']}, global batch {results['global_batch']}. "
-    about += "The median recorded step; bench.md has averages."
+    about += "The median recorded step; bench.md has speeds."
     longest = max(step["ms"] for step in steps.values())
     return draw(rows, [about, origin_line(results["provenance"])], longest)

@@ -19,7 +19,7 @@ LIMITS = {  # most lines of a script, and of those that differ from its parent's
     "01_single_gpu/train.py": (85, None),
     "02_data_parallel/train.py": (100, 35),
     "03_ddp_manual_allreduce/train.py": (130, 90),
-    "04_ddp_torchrun/train.py": (120, 85),
+    "04_ddp_torchrun/train.py": (120, 90),
     "04_ddp_torchrun/minimal.py": (45, None),
     "05_amp_syncbn/train.py": (145, 55),
     "05_amp_syncbn/template.py": (150, None),

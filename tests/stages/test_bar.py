@@ -128,7 +128,7 @@ def test_after_ctrl_c_an_error_has_a_line_of_its_own(tmp_path, is_erased):
     script = stage_script(tmp_path, "01_single_gpu", more)
     flags = ("--epochs=1000", "--model=resnet18", f"--run-dir={tmp_path}", "--device=cpu")
     terminal = Terminal(script, *flags)
-    terminal.wait_for("step/s")
+    terminal.wait_for("step/s, loss")  # tqdm erases no bar that is being drawn for the first time
     os.kill(terminal.process.pid, signal.SIGINT)
     lines = terminal.lines()
     assert lines[-2:] == ["KeyboardInterrupt", ""]
