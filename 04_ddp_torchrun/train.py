@@ -30,7 +30,7 @@ def join_process_group(args: Namespace) -> torch.device:
     if args.device == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    # Local rank 0 takes GPU 0, 1 takes 1. With %, ranks may share a GPU, or see only their own.
+    # Local rank 0 takes GPU 0, 1 takes 1; if there are more ranks than GPUs, % begins again at 0.
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)  # from here on, "cuda" means this GPU
     dist.init_process_group(args.backend)
