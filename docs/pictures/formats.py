@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.result_files import Results
 from common.models import Net
-from docs.pictures.svg import INK, WIDTH, Drawing
+from docs.pictures.svg import INK, WIDTH, Drawing, width_of
 
 LAYOUTS = ("contiguous", "channels_last")  # of images in memory
 HIGH = 34  # of a layer
@@ -75,7 +75,7 @@ def draw_ranges(drawing: Drawing, left: float) -> None:
 class Choice(Enum):
     """What autocast does with the format of a layer's input."""
 
-    CASTS = "computes a product in 16 bits"  # to bf16, whatever comes
+    CASTS = "16-bit product"  # to bf16, whatever comes
     FOLLOWS = "stays in 16 bits"
     NEITHER = "32 bits"
 
@@ -132,11 +132,12 @@ def draw_autocast() -> str:
             drawing.line(end, between, middle, between)
             drawing.line(middle, between, middle, y + below - 1, arrow=True)
     y = 16 + below * -(-len(choices) // per_row)
+    x = 4.0
     for choice in Choice:
-        draw_choice(drawing, 4, y, 40, "", choice)
-        drawing.words(54, y + HIGH / 2 + 6, choice.value)
-        y += HIGH + 8
-    return drawing.text(y)
+        draw_choice(drawing, x, y, 20, "", choice)
+        drawing.words(x + 28, y + HIGH / 2 + 6, choice.value)
+        x += 28 + width_of(choice.value) + 16
+    return drawing.text(y + HIGH + 8)
 
 
 def draw_choice(

@@ -272,4 +272,5 @@ def draw_padding() -> str:
             seen |= {*deal(rank)}
             y += 30
         y += 8
-    return drawing.text(y)
+    drawing.words(4, y + 12, "Shown with shuffle=False; by default, it shuffles.")
+    return drawing.text(y + 22)

@@ -22,7 +22,7 @@ STOPS = (
     Stop("03 by hand", "the mean of all gradients"),
     Stop("04 DDP, torchrun", "the same, but faster"),
     Stop("05 AMP, SyncBN", "16 bits, and the whole batch", may_wait=True),
-    Stop("notebook 03", "which stages agree"),
+    Stop("notebook 03", "which stages agree", may_wait=True),
 )
 FILES = {3: ("minimal.py", "45 lines to read"), 4: ("template.py", "150 to take home")}
 YOURS = (
@@ -60,8 +60,10 @@ def draw_course() -> str:
     draw_stops(drawing)
     draw_files(drawing)
     y = draw_roads(drawing, END + 26)
-    drawing.box(4, y - 1, 28, 16, "none", INK, dashes="6 4")
-    drawing.words(40, y + 13, "may wait, if you are short of time")
+    drawing.box(4, y - 1, 28, 16, "you")
+    drawing.words(40, y + 13, "the core")
+    drawing.box(132, y - 1, 28, 16, "none", INK, dashes="6 4")
+    drawing.words(168, y + 13, "may wait, if you are short of time")
     return drawing.text(y + 24)
 
 
@@ -69,9 +71,13 @@ def draw_stops(drawing: Drawing) -> None:
     for number, (name, about, may_wait) in enumerate(STOPS):
         y = TOP + STEP * number
         drawing.line(LEFT + 40, y - 12 if number else 38, LEFT + 40, y - 2, arrow=True)
-        drawing.box(LEFT, y, WIDE, HIGH, "none", INK, dashes="6 4" if may_wait else "")
-        drawing.words(LEFT + 14, y + 23, name, bold=True)
-        drawing.words(LEFT + 14, y + 44, about)
+        if may_wait:
+            drawing.box(LEFT, y, WIDE, HIGH, "none", INK, dashes="6 4")
+        else:
+            drawing.box(LEFT, y, WIDE, HIGH, "you")
+        color = INK if may_wait else "#fff"
+        drawing.words(LEFT + 14, y + 23, name, color, bold=True)
+        drawing.words(LEFT + 14, y + 44, about, color)
     drawing.line(LEFT + 40, END, LEFT + 40, END + 23, arrow=True)
     drawing.line(14, 38, 14, END)
     drawing.line(14, END, 22, END)

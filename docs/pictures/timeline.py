@@ -13,6 +13,7 @@ WAITING, SENDING = "waiting", "sending"
 # What a part may be: svg.py has a color for each.
 KINDS = (*(kind.value for kind in Kind if kind not in MESSAGES), WAITING, SENDING)
 LEFT, RIGHT = 90, 10  # of the axis: the names of the ranks, and a margin
+FEW = 9  # so many messages have numbers, which the text can name
 BASE = "01"  # the stage with which each other one is compared
 
 
@@ -154,6 +155,8 @@ def draw(rows: Sequence[Row], caption: Sequence[str], longest: float = 0) -> str
                     x = LEFT + begin * scale
                     drawing.box(x, y, width, lane.height, kind, is_pale=row.is_pale)
             y += lane.height + (2 if lane.height == 20 else 8)
+        if not row.is_pale and row.lanes[-1].name == "messages":
+            y = number_messages(drawing, row.lanes[-1].parts, y, scale)
         y += 6
     y += 4
     drawing.line(LEFT, y, WIDTH - RIGHT, y)
@@ -167,6 +170,18 @@ def draw(rows: Sequence[Row], caption: Sequence[str], longest: float = 0) -> str
         y += SIZE + 2
         drawing.words(4, y, line)
     return drawing.text(y + 8)
+
+
+def number_messages(drawing: Drawing, parts: Sequence[Part], y: float, scale: float) -> float:
+    """Number the messages below their lane, if they are few; returns where the numbers end."""
+    sent = sorted((part for part in parts if part.kind == SENDING), key=lambda part: part.begin)
+    if not 1 < len(sent) <= FEW:
+        return y
+    x = 0.0
+    for number, part in enumerate(sent, start=1):
+        x = max(x + SIZE * 0.7, LEFT + (part.begin + part.end) / 2 * scale)  # no two overlap
+        drawing.words(x, y + 6, str(number), anchor="middle")
+    return y + 8
 
 
 def covered(parts: Sequence[Part]) -> float:
