@@ -41,5 +41,5 @@ for epoch in range(5):
     if rank == 0:
         print(f"epoch {epoch}: {correct.item() / len(test_set):.1%} of {len(test_set)} right")
         torch.save(model.state_dict(), "model.pt")
-del ddp  # before the group: freed after it, it may wait for a thread of gloo for ever
+del ddp  # before the group: otherwise, the exit may hang (gloo)
 dist.destroy_process_group()

@@ -142,7 +142,7 @@ def main():
             os.replace(file.name, args.checkpoint)  # if killed before this, the old one is whole
             for name, (loss, n, right) in ("train", train.tolist()), ("test", test.tolist()):
                 print(f"epoch {epoch + 1} {name}: loss {loss / n:.4f}, {right / n:.1%} right")
-    del ddp  # before the group: freed after it, it may wait for a thread of gloo for ever
+    del ddp  # before the group: otherwise, the exit may hang (gloo)
     dist.destroy_process_group()
 
 

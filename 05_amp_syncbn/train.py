@@ -133,7 +133,7 @@ def main() -> None:
         if rank == 0:  # place 6: one writer; a collective in here would hang
             save_checkpoint(recorder, model, optimizer, scaler=scaler)
     recorder.finish()
-    del ddp  # before the group: freed after it, it may wait for a thread of gloo for ever
+    del ddp  # before the group: otherwise, the exit may hang (gloo)
     dist.destroy_process_group()
 
 

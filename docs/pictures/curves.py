@@ -93,8 +93,8 @@ def draw_drift(results: Results) -> str:
     drawing.words(x - 10, y - 8, f"{LABELS['wrong']}: {last:.0f} %", "wrong", "end", bold=True)
     text = f"{LABELS['right']}: {max(far['right']):g} in every step"
     drawing.words(RIGHT, BOTTOM - 12, text, "right", "end", bold=True)
-    caption = "Stage 03 without its averaging: both start alike and see different samples."
-    return with_origin(drawing, [caption], results)
+    caption = "Stage 03 without its averaging: both start alike"
+    return with_origin(drawing, [caption, "and see different samples."], results)
 
 
 def with_origin(drawing: Drawing, caption: Sequence[str], results: Results) -> str:

@@ -17,7 +17,7 @@ FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADVICE = {
     "fp32": "",
     "tf32": ", the default for convolutions",
-    "bf16": ": take this, it needs nothing else",
+    "bf16": ": take this, it needs no scaler",
     "fp16": ", which also needs a scaler",
 }
 RECOMMENDED = "bf16"

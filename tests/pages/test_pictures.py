@@ -36,9 +36,10 @@ def test_the_pictures_of_the_stages_can_be_compared():
     ticks = set()
     for stage in steps:
         root = ElementTree.parse(draw.path_of(f"timeline_{stage}")).getroot()
-        words = [element.text or "" for element in root.iterfind(".//{*}text")]
-        assert (base in words) == (stage != "01")
-        ticks.add(tuple(filter(str.isdigit, words)))
+        words = [(element.text or "", element.get("y")) for element in root.iterfind(".//{*}text")]
+        assert (base in dict(words)) == (stage != "01")
+        axis = dict(words)["ms"]
+        ticks.add(tuple(text for text, y in words if y == axis and text != "ms"))
     assert len(ticks) == 1, "one axis"
 
 
