@@ -45,6 +45,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "samples_01": partial(lessons.draw_samples, "01"),
     "samples_03": partial(lessons.draw_samples, "01", "03"),
     "padding": lessons.draw_padding,
+    "buckets": lessons.draw_buckets,
     "ranks": lessons.draw_ranks,
     "formats": formats.draw_formats,
     "autocast": formats.draw_autocast,

@@ -104,7 +104,9 @@ def choices_of_autocast() -> list[tuple[str, Choice]]:
             layer.register_forward_hook(note_choice)
     with torch.autocast("cpu", torch.bfloat16):
         loss = cross_entropy(model(torch.rand(2, 1, 28, 28)), torch.tensor([0, 1]))
-    assert loss.dtype is torch.float32
+    loss.backward()
+    weights = [weight for weight in model.parameters() if weight.grad is not None]
+    assert {loss.dtype, *(each.dtype for w in weights for each in (w, w.grad))} == {torch.float32}
     return [*choices, ("loss", Choice.NEITHER)]
 
 
@@ -115,7 +117,8 @@ def draw_autocast() -> str:
     drawing = Drawing(
         "Which layers autocast computes in 16 bits",
         f"Of the {len(choices)} parts of a forward, {casts} convert their input and their weights "
-        "to bf16. The layers between them take what comes. The images and the loss are in fp32.",
+        "to bf16. The layers between them take what comes. The images, the loss, the weights and "
+        "their gradients are in fp32.",
     )
     per_row, wide, below = 4, 106, 58
     for place, (name, choice) in enumerate(choices):
@@ -123,6 +126,9 @@ def draw_autocast() -> str:
         x, y, middle = 4 + 122 * column, 4 + below * row, 4 + wide / 2
         draw_choice(drawing, x, y, wide, name, choice)
         if place + 1 == len(choices):
+            draw_choice(
+                drawing, x + 122, y, WIDTH - x - 126, "all weights, all .grad", Choice.NEITHER
+            )
             break
         if column + 1 < per_row:
             drawing.line(x + wide, y + HIGH / 2, x + 121, y + HIGH / 2, arrow=True)
@@ -132,11 +138,11 @@ def draw_autocast() -> str:
             drawing.line(end, between, middle, between)
             drawing.line(middle, between, middle, y + below - 1, arrow=True)
     y = 16 + below * -(-len(choices) // per_row)
-    x = 4.0
+    left = 4.0
     for choice in Choice:
-        draw_choice(drawing, x, y, 20, "", choice)
-        drawing.words(x + 28, y + HIGH / 2 + 6, choice.value)
-        x += 28 + width_of(choice.value) + 16
+        draw_choice(drawing, left, y, 20, "", choice)
+        drawing.words(left + 28, y + HIGH / 2 + 6, choice.value)
+        left += 28 + width_of(choice.value) + 16
     return drawing.text(y + HIGH + 8)
 
 

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 
 import torch
+import torchvision
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
 
 import levels
 from docs.pictures.svg import INK, WIDTH, Drawing
+from gradient_order import fill_buckets, gradients_of
 from partition import DataPartitioner
 
 
@@ -128,6 +130,33 @@ def draw_allreduce() -> str:
     drawing.line(182, 130, 210, 66, arrow=True)
     drawing.words(196, 186, "all-reduce", "sending", "middle", bold=True)
     return drawing.text(194)
+
+
+def draw_buckets() -> str:
+    """When the buckets of ResNet-18 are full, and how each is sent while the next one fills."""
+    with torch.device("meta"):
+        model = torchvision.models.resnet18(num_classes=10)
+        buckets = fill_buckets(gradients_of(model, torch.empty(2, 3, 64, 64)))
+    drawing = Drawing("Buckets are sent while backward fills the next one", "")
+    left, scale, sending = 4, 340, 0.4 / sum(bucket.size for bucket in buckets)
+    drawing.words(left, 18, "backward, from the last layer to the first", bold=True)
+    drawing.box(left, 28, scale, 24, "backward")
+    y, begin, free = 66.0, 0.0, 0.0
+    for number, bucket in enumerate(buckets, start=1):
+        start = max(bucket.ready, free)
+        free = start + bucket.size * sending
+        text = f"bucket {number}: {bucket.size / 2**20:.0f} MiB, full after {bucket.ready:.0%} of backward"
+        drawing.description += f"{text}. "
+        drawing.words(left, y + 14, text)
+        fills = (bucket.ready - begin) * scale - 1
+        drawing.box(left + begin * scale, y + 22, fills, 20, "gradients", is_pale=True)
+        drawing.box(left + start * scale, y + 22, (free - start) * scale, 20, "sending")
+        begin, y = bucket.ready, y + 58
+    drawing.box(left, y + 2, 14, 14, "gradients", is_pale=True)
+    drawing.words(left + 20, y + 15, "fills")
+    drawing.box(90, y + 2, 14, 14, "sending")
+    drawing.words(110, y + 15, "its all-reduce (how long is an example)")
+    return drawing.text(y + 26)
 
 
 def draw_ranks() -> str:

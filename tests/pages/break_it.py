@@ -18,7 +18,8 @@ from local_ranks.stage_files import LESSON_FOLDERS, NOT_COPIED, Change, changed_
 from markers import fences
 from repository_pages import ALL_PAGES, TEST_FILES
 
-ROW = re.compile(r"^\| `(.+?)` \| `([\w.]+)` \| `(test_\w+)` \|$", re.M)  # line, file, test
+# A line, its file (or, if it is the stage's script, what happens), and the test.
+ROW = re.compile(r"^\| `(.+?)` \| (?:`([\w.]+)`|[^`|\n]+) \| `(test_\w+)` \|$", re.M)
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def rows_of(key: str) -> list[BreakRow]:
         beside = page.parent.relative_to(folder)  # a page names the files beside it
         on_page: list[tuple[int, BreakRow]] = []  # rows with their places
         for cells in ROW.finditer(page.read_text()):
-            line, file, test = cells.groups()
+            line, file, test = cells.groups("train.py")
             on_page.append((cells.start(), BreakRow(key, ((beside / file).as_posix(), line), test)))
         for fence in fences("diff", [page]):
             if fence.marker == "break it":
