@@ -105,8 +105,10 @@ def choices_of_autocast() -> list[tuple[str, Choice]]:
     with torch.autocast("cpu", torch.bfloat16):
         loss = cross_entropy(model(torch.rand(2, 1, 28, 28)), torch.tensor([0, 1]))
     loss.backward()
-    weights = [weight for weight in model.parameters() if weight.grad is not None]
-    assert {loss.dtype, *(each.dtype for w in weights for each in (w, w.grad))} == {torch.float32}
+    weights = [*model.parameters()]
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    assert gradients
+    assert {each.dtype for each in (loss, *weights, *gradients)} == {torch.float32}
     return [*choices, ("loss", Choice.NEITHER)]
 
 
