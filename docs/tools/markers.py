@@ -92,3 +92,12 @@ def fences_of(page: Path) -> list[Fence]:
 def fences(language: str, pages: list[Path] = PAGES_OF_THE_ROOT) -> list[Fence]:
     found = [fence for page in pages for fence in fences_of(page)]
     return [fence for fence in found if fence.language == language]
+
+
+def sides(diff: str) -> tuple[str, str]:
+    """The text before and after the change that a diff shows."""
+    lines = diff.splitlines(keepends=True)
+    return (
+        "".join(line[1:] or "\n" for line in lines if line[:1] in " -\n"),
+        "".join(line[1:] or "\n" for line in lines if line[:1] in " +\n"),
+    )

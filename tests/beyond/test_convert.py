@@ -219,14 +219,17 @@ def test_a_loss_of_all_ranks_outputs_is_right_whatever_it_is(rank):
         assert (gradient - exact).norm() / exact.norm() < 1e-12, name
 
 
-@pytest.mark.parametrize("word", ["seeds", "Dealt", "Shard"])
+@pytest.mark.parametrize("word", ["seeds", "Dealt", "Parts", "Shard"])
 def test_each_snippet_runs_on_two_ranks(word, tmp_path):
     [code] = [f.text for f in fences("python", [CONVERT / "questions.md"]) if word in f.text]
     (tmp_path / "snippet.py").write_text(code)
     status, output = launch(tmp_path / "snippet.py")
     assert status == (0, 0), output
     assert word != "Shard" or output[1] == "rank 1 reads [1, 3, 5]\n"
-    assert (output[0].replace("rank 0", "rank 1") == output[1]) == (word not in ("Dealt", "Shard"))
+    assert (output[0].replace("rank 0", "rank 1") == output[1]) == (word == "seeds")
+    if word == "Parts":
+        parts = ([[5, 8], [0], [3, 6]], [[2], [7], [1, 4]])
+        assert list(output) == [f"rank {rank} reads {parts[rank]}\n" for rank in (0, 1)]
     if word == "Dealt":
         seeded = torch.Generator().manual_seed(0)
         order = list(RandomSampler(range(9), replacement=True, generator=seeded))

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from local_ranks.chapters import ROOT
 from local_ranks.stage_files import LESSON_FOLDERS, NOT_COPIED, Change, changed_source
-from markers import fences
+from markers import fences, sides
 from repository_pages import ALL_PAGES, TEST_FILES
 
 # A line, its file (or, if it is the stage's script, what happens), and the test.
@@ -32,15 +32,6 @@ class BreakRow:
     def description(self) -> str:
         file, old, *new = self.change
         return f"{file} with\n{new[0].rstrip()}" if new else f"{file} without `{old}`"
-
-
-def sides(diff: str) -> tuple[str, str]:
-    """The text before and after the change that a diff shows."""
-    lines = diff.splitlines(keepends=True)
-    return (
-        "".join(line[1:] or "\n" for line in lines if line[:1] in " -\n"),
-        "".join(line[1:] or "\n" for line in lines if line[:1] in " +\n"),
-    )
 
 
 def rows_of(key: str) -> list[BreakRow]:

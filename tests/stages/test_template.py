@@ -14,6 +14,7 @@ from local_ranks.chapters import ROOT
 from local_ranks.machine import scratch_folder
 from local_ranks.stage_files import replace_once
 from local_ranks.train_stage import default_dtype
+from markers import fences, sides
 
 TEMPLATE = ROOT / "05_amp_syncbn/template.py"
 CPU = ("torch.cuda.is_available()", "False")
@@ -235,6 +236,25 @@ def test_an_overflow_of_one_rank_is_skipped_by_all():
     blind = (("scaler.step(optimizer)", "optimizer.step()"), overflow)
     spoiled = run_anew(2, *flags, changes=blind).saved["model"]
     assert not all(tensor.isfinite().all() for tensor in spoiled.values())
+
+
+def early_stopping() -> Changes:
+    """The lines that the page adds."""
+    [diff] = [fence.text for fence in fences("diff", [TEMPLATE.with_suffix(".md")])]
+    return tuple(sides(part) for part in diff.split(" ...\n"))
+
+
+def test_early_stopping_of_the_page_also_counts_over_a_stop(tmp_path):
+    """With a rate of 0, no epoch after the first is better. The control: what is not saved."""
+    still = ("lr=0.1", "lr=0.0")
+    start, count, save = early_stopping()
+    for changes, last in (((start, count, save), 4), ((start, count), 6)):
+        folder = tmp_path / str(last)
+        folder.mkdir()
+        for epochs in (2, 9):
+            ended = run(folder, 2, f"--epochs={epochs}", changes=(still, *changes))
+            assert not any(ended.statuses), ended.output
+        assert ended.saved["epoch"] == last
 
 
 BATCHNORM = ("nn.Dropout(0.0)", "nn.BatchNorm1d(96)")
