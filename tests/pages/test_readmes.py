@@ -86,12 +86,10 @@ def test_the_output_shown_is_the_output(fence, copy):
 
 
 DIFFS = [fence for fence in fences("diff", ALL_PAGES) if fence.marker != "break it"]
-# The test below is about the first of these diffs, and test_prove.py makes the change of the other.
-TYPED = [
-    fence
-    for fence in DIFFS
-    if fence.page in (ROOT / "README.md", ROOT / "packages/prove/README.md")
-]
+# The test below is about the first of these diffs. test_prove.py and test_template.py make the
+# changes of the others.
+TYPED_ON = ("README.md", "packages/prove/README.md", "05_amp_syncbn/template.md")
+TYPED = [fence for fence in DIFFS if fence.page in [ROOT / page for page in TYPED_ON]]
 
 
 @pytest.mark.parametrize("fence", [f for f in DIFFS if f not in TYPED], ids=lambda f: f.name)
@@ -109,7 +107,7 @@ def test_the_first_lines_of_the_readme_are_what_changes_between_the_minimal_scri
     Where lines are left out between two others, stands ... in their place, and only there.
     """
     shown = [line for line in TYPED[0].text.splitlines() if line.strip()]
-    assert len(TYPED) == 2
+    assert len(TYPED) == len(TYPED_ON)
     pair = ("01_single_gpu/minimal.py", "04_ddp_torchrun/minimal.py")
     text = shell("diff -U99 -d {} {} || true".format(*pair))
     diff = [line for line in text.splitlines()[3:] if line[1:].strip()]
