@@ -145,7 +145,7 @@ def draw_buckets() -> str:
     for number, bucket in enumerate(buckets, start=1):
         start = max(bucket.ready, free)
         free = start + bucket.size * sending
-        text = f"bucket {number}: {bucket.size / 2**20:.0f} MiB, "
+        text = f"bucket {number}: {bucket.size / 2**20:.1f} MiB, "
         text += f"full after {bucket.ready:.0%} of backward"
         drawing.description += f"{text}. "
         drawing.words(left, y + 14, text)

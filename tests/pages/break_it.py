@@ -18,8 +18,12 @@ from local_ranks.stage_files import LESSON_FOLDERS, NOT_COPIED, Change, changed_
 from markers import fences, sides
 from repository_pages import ALL_PAGES, TEST_FILES
 
-# A line, its file (or, if it is the stage's script, what happens), and the test.
-ROW = re.compile(r"^\| `(.+?)` \| (?:`([\w.]+)`|[^`|\n]+) \| `(test_\w+)` \|$", re.M)
+# A row of a table: the line, its file and the test, or what happens and these two in a comment.
+ROW = re.compile(
+    r"^\| `(?P<line>.+?)` \| (?:`(?P<file>[\w.]+)` \| `(?P<test>test_\w+)`"
+    r"|[^`|\n]+ <!-- break it: (?P<its_file>[\w.]+) (?P<its_test>test_\w+) -->) \|$",
+    re.M,
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,8 @@ def rows_of(key: str) -> list[BreakRow]:
         beside = page.parent.relative_to(folder)  # a page names the files beside it
         on_page: list[tuple[int, BreakRow]] = []  # rows with their places
         for cells in ROW.finditer(page.read_text()):
-            line, file, test = cells.groups("train.py")
+            line = cells["line"]
+            file, test = cells["file"] or cells["its_file"], cells["test"] or cells["its_test"]
             on_page.append((cells.start(), BreakRow(key, ((beside / file).as_posix(), line), test)))
         for fence in fences("diff", [page]):
             if fence.marker == "break it":

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch.utils.data import DistributedSampler
+from torchvision.transforms.functional import to_pil_image
 
 from helpers.scripts import launch_script, run_script
 from local_ranks.chapters import ROOT
@@ -236,6 +237,23 @@ def test_an_overflow_of_one_rank_is_skipped_by_all():
     blind = (("scaler.step(optimizer)", "optimizer.step()"), overflow)
     spoiled = run_anew(2, *flags, changes=blind).saved["model"]
     assert not all(tensor.isfinite().all() for tensor in spoiled.values())
+
+
+def test_with_the_pieces_of_the_page_it_trains_a_resnet(tmp_path):
+    """Six images of a folder for each class, two ranks: BatchNorm's buffers are rank 0's."""
+    for number in range(24):
+        folder = tmp_path / ("train", "test")[number % 2] / f"class {number % 4 // 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = torch.randint(256, (3, 40, 40), dtype=torch.uint8)
+        to_pil_image(pixels).save(folder / f"{number}.png")
+    [pieces] = [fence.text for fence in fences("python", [TEMPLATE.with_suffix(".md")])]
+    source, changes = TEMPLATE.read_text(), []
+    for piece in pieces.split("\n\n\n"):
+        begin = source.index(piece[: piece.index("(")])
+        changes.append((source[begin : source.index("\n\n\n", begin)], piece.rstrip()))
+    ended = run(tmp_path, 2, "--epochs=1", "--batch-size=4", changes=tuple(changes))
+    assert not any(ended.statuses), ended.output
+    assert ended.saved["model"]["bn1.num_batches_tracked"] == 3
 
 
 def early_stopping() -> Changes:
