@@ -12,8 +12,8 @@ train_set = TensorDataset(inputs[:5000], labels[:5000])
 test_set = TensorDataset(inputs[5000:], labels[5000:])
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-loader = DataLoader(train_set, batch_size=100, shuffle=True)
-test_loader = DataLoader(test_set, batch_size=100)
+loader = DataLoader(train_set, batch_size=120, shuffle=True)
+test_loader = DataLoader(test_set, batch_size=120)
 
 for epoch in range(5):
     for x, y in loader:

@@ -21,10 +21,10 @@ test_set = TensorDataset(inputs[5000:], labels[5000:])
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
 ddp = DistributedDataParallel(model)  # averages gradients in backward; model itself is saved
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-local_batch = 100 // world_size  # 100 samples per step, all ranks together
+local_batch = 120 // world_size  # 120 samples per step, all ranks together
 sampler = DistributedSampler(train_set)  # deals the samples out to the ranks
 loader = DataLoader(train_set, batch_size=local_batch, sampler=sampler)
-test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), batch_size=100)
+test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), batch_size=120)
 
 for epoch in range(5):
     sampler.set_epoch(epoch)  # a new order in each epoch, the same on all ranks

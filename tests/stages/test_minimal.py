@@ -92,7 +92,7 @@ def test_in_the_same_order_the_script_for_one_gpu_reaches_the_same_weights():
 NEEDED = [
     ("ddp(x.", "model(x."),
     ("sampler.set_epoch(epoch)", "pass"),
-    ("100 // world_size", "100"),
+    ("120 // world_size", "120"),
 ]
 
 

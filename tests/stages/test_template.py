@@ -1,5 +1,6 @@
 """The complete script: ranks agree with one plain process, and a killed run goes on to the bit."""
 
+import re
 import runpy
 from functools import cache
 from pathlib import Path
@@ -62,9 +63,11 @@ def distance(weights: dict, others: dict) -> float:
     return max((weights[name] - others[name]).abs().max().item() for name in weights)
 
 
-def weights_of_a_plain_loop(epochs: int, clip: float) -> dict[str, torch.Tensor]:
+def weights_of_a_plain_loop(
+    epochs: int, clip: float, changes: Changes = EXACT, weight: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
     """Train in one process: no DDP, no micro-batches, the mean loss of the samples with a label."""
-    namespace = runpy.run_path(str(script_in(scratch_folder(), EXACT)))
+    namespace = runpy.run_path(str(script_in(scratch_folder(), changes)))
     with default_dtype(torch.float64):
         torch.manual_seed(0)
         train_set, _ = namespace["make_datasets"]()
@@ -78,7 +81,7 @@ def weights_of_a_plain_loop(epochs: int, clip: float) -> dict[str, torch.Tensor]
         rise, fall = 20 * (step + 1), (epochs * steps_per_epoch - step) / 0.95
         optimizer.param_groups[0]["lr"] = 0.1 * min(rise, fall) / (epochs * steps_per_epoch)
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), y, ignore_index=-100).backward()
+        torch.nn.functional.cross_entropy(model(x), y, weight, ignore_index=-100).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
     return model.state_dict()
@@ -239,6 +242,27 @@ def test_an_overflow_of_one_rank_is_skipped_by_all():
     assert not all(tensor.isfinite().all() for tensor in spoiled.values())
 
 
+def pieces_of_the_page() -> list[str]:
+    return [fence.text for fence in fences("python", [TEMPLATE.with_suffix(".md")])]
+
+
+def test_with_the_class_weights_of_the_page_ranks_agree_with_a_plain_loop():
+    """The control: with the template's own sums, they do not."""
+    ours = TEMPLATE.read_text()
+    old = ours[ours.index("    loss = nn.functional.cross_entropy") : ours.index("\n\n\ndef main")]
+    weights = (0.5 + torch.arange(10.0)) / 5
+    given = f"    class_weights = torch.tensor({weights.tolist()}, dtype=torch.float64)\n"
+    change = (old, given + pieces_of_the_page()[1].rstrip())
+    changes, flags = (FLOAT64, NO_DROPOUT), ("--epochs=2", "--clip=0.9", "--accumulate=2")
+    ended = run_anew(2, *flags, changes=(*changes, change))
+    plain = weights_of_a_plain_loop(2, 0.9, changes, weight=weights.double())
+    assert distance(ended.saved["model"], plain) < 1e-10
+    assert distance(run_anew(2, *flags, changes=changes).saved["model"], plain) > 1e-3
+    shares = [float(share) for share in re.findall(r"([\d.]+)% right", ended.output)]
+    assert len(shares) == 4
+    assert max(shares) <= 100
+
+
 def test_with_the_pieces_of_the_page_it_trains_a_resnet(tmp_path):
     """Six images of a folder for each class, two ranks: BatchNorm's buffers are rank 0's."""
     for number in range(24):
@@ -246,7 +270,7 @@ def test_with_the_pieces_of_the_page_it_trains_a_resnet(tmp_path):
         folder.mkdir(parents=True, exist_ok=True)
         pixels = torch.randint(256, (3, 40, 40), dtype=torch.uint8)
         to_pil_image(pixels).save(folder / f"{number}.png")
-    [pieces] = [fence.text for fence in fences("python", [TEMPLATE.with_suffix(".md")])]
+    pieces, _ = pieces_of_the_page()
     source, changes = TEMPLATE.read_text(), []
     for piece in pieces.split("\n\n\n"):
         begin = source.index(piece[: piece.index("(")])
