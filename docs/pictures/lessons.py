@@ -157,7 +157,7 @@ def draw_buckets() -> str:
     drawing.words(left + 20, y + 15, "fills")
     drawing.box(90, y + 2, 14, 14, "sending")
     drawing.words(110, y + 15, "its all-reduce")
-    drawing.words(left, y + 38, "Computed for ResNet-18; how long it sends is an example.")
+    drawing.words(left, y + 38, "Counted in ResNet-18's multiplications, not in time.")
     return drawing.text(y + 48)
 
 

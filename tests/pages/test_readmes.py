@@ -88,7 +88,7 @@ def test_the_output_shown_is_the_output(fence, copy):
 DIFFS = [fence for fence in fences("diff", ALL_PAGES) if fence.marker != "break it"]
 # The test below is about the first of these diffs. test_prove.py and test_template.py make the
 # changes of the others.
-TYPED_ON = ("README.md", "packages/prove/README.md", "05_amp_syncbn/template.md")
+TYPED_ON = ("README.md", "packages/prove/README.md", "05_amp_syncbn/pieces.md")
 TYPED = [fence for fence in DIFFS if fence.page in [ROOT / page for page in TYPED_ON]]
 
 

@@ -19,6 +19,7 @@ from local_ranks.train_stage import default_dtype
 from markers import fences, sides
 
 TEMPLATE = ROOT / "05_amp_syncbn/template.py"
+PIECES = ROOT / "05_amp_syncbn/pieces.md"
 CPU = ("torch.cuda.is_available()", "False")
 FLOAT64 = ("def main():\n", "def main():\n    torch.set_default_dtype(torch.float64)\n")
 NO_DROPOUT = ("nn.Dropout()", "nn.Dropout(0.0)")
@@ -243,7 +244,40 @@ def test_an_overflow_of_one_rank_is_skipped_by_all():
 
 
 def pieces_of_the_page() -> list[str]:
-    return [fence.text for fence in fences("python", [TEMPLATE.with_suffix(".md")])]
+    return [fence.text for fence in fences("python", [PIECES])]
+
+
+def functions_of(number: int) -> Changes:
+    """The functions of the template, each with that of a piece; its classes stand before them."""
+    source = TEMPLATE.read_text()
+    parts = pieces_of_the_page()[number].rstrip().split("\n\n\n")
+    classes = "".join(f"{part}\n\n\n" for part in parts if part.startswith("class"))
+    changes = []
+    for part in parts:
+        if part.startswith("def"):
+            begin = source.index(part[: part.index("(")])
+            old = source[begin : source.index("\n\n\n", begin)]
+            changes.append((old, part if changes else classes + part))
+    return tuple(changes)
+
+
+def test_with_the_language_model_of_the_page_ranks_agree_with_one_process(tmp_path):
+    """In float64, without dropout. The control: with dropout, ranks draw masks of their own."""
+    no_dropout = ("norm_first=True", "norm_first=True, dropout=0.0")
+    saved = {}
+    for dropout in (False, True):
+        for ranks in (1, 2):
+            folder = tmp_path / f"{dropout} {ranks}"
+            folder.mkdir()
+            (folder / "input.txt").write_bytes(bytes(i * i % 251 for i in range(4_000)))
+            made = functions_of(1)
+            if not dropout:
+                made = tuple((old, new.replace(*no_dropout)) for old, new in made)
+            ended = run(folder, ranks, "--epochs=1", "--batch-size=8", changes=(FLOAT64, *made))
+            assert not any(ended.statuses), ended.output
+            saved[dropout, ranks] = ended.saved["model"]
+    assert distance(saved[False, 1], saved[False, 2]) < 1e-10
+    assert distance(saved[True, 1], saved[True, 2]) > 1e-3
 
 
 def test_with_the_class_weights_of_the_page_ranks_agree_with_a_plain_loop():
@@ -252,7 +286,7 @@ def test_with_the_class_weights_of_the_page_ranks_agree_with_a_plain_loop():
     old = ours[ours.index("    loss = nn.functional.cross_entropy") : ours.index("\n\n\ndef main")]
     weights = (0.5 + torch.arange(10.0)) / 5
     given = f"    class_weights = torch.tensor({weights.tolist()}, dtype=torch.float64)\n"
-    change = (old, given + pieces_of_the_page()[1].rstrip())
+    change = (old, given + pieces_of_the_page()[2].rstrip())
     changes, flags = (FLOAT64, NO_DROPOUT), ("--epochs=2", "--clip=0.9", "--accumulate=2")
     ended = run_anew(2, *flags, changes=(*changes, change))
     plain = weights_of_a_plain_loop(2, 0.9, changes, weight=weights.double())
@@ -270,19 +304,14 @@ def test_with_the_pieces_of_the_page_it_trains_a_resnet(tmp_path):
         folder.mkdir(parents=True, exist_ok=True)
         pixels = torch.randint(256, (3, 40, 40), dtype=torch.uint8)
         to_pil_image(pixels).save(folder / f"{number}.png")
-    pieces, _ = pieces_of_the_page()
-    source, changes = TEMPLATE.read_text(), []
-    for piece in pieces.split("\n\n\n"):
-        begin = source.index(piece[: piece.index("(")])
-        changes.append((source[begin : source.index("\n\n\n", begin)], piece.rstrip()))
-    ended = run(tmp_path, 2, "--epochs=1", "--batch-size=4", changes=tuple(changes))
+    ended = run(tmp_path, 2, "--epochs=1", "--batch-size=4", changes=functions_of(0))
     assert not any(ended.statuses), ended.output
     assert ended.saved["model"]["bn1.num_batches_tracked"] == 3
 
 
 def early_stopping() -> Changes:
     """The lines that the page adds."""
-    [diff] = [fence.text for fence in fences("diff", [TEMPLATE.with_suffix(".md")])]
+    [diff] = [fence.text for fence in fences("diff", [PIECES])]
     return tuple(sides(part) for part in diff.split(" ...\n"))
 
 
