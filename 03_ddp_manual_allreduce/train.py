@@ -105,7 +105,7 @@ def train(rank: int, world_size: int, port: int, local_batch: int, args: Namespa
         recorder.start_epoch(len(loader))
         losses = train_epoch(model, loader, optimizer, device, recorder)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))
-        if rank == 0:  # place 6: one writer; a collective in here would hang
+        if rank == 0:  # place 6: one writer; never a collective in here
             save_checkpoint(recorder, model, optimizer)
     recorder.finish()
     dist.destroy_process_group()

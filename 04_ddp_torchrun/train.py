@@ -106,7 +106,7 @@ def main() -> None:
         recorder.start_epoch(len(loader))
         losses = train_epoch(ddp, loader, optimizer, device, recorder)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))
-        if rank == 0:  # place 6: one writer; a collective in here would hang
+        if rank == 0:  # place 6: one writer; never a collective in here
             save_checkpoint(recorder, model, optimizer)
     recorder.finish()
     del ddp  # before the group: otherwise, the exit may hang (gloo)

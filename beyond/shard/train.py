@@ -184,7 +184,7 @@ def main() -> None:
         recorder.end_epoch(epoch, losses, *evaluate(training.model, test_loader, device))
         for state in full_state:
             state.collect()  # every rank sends its parts, and rank 0 puts them together
-        if rank == 0:  # place 6: one writer; a collective in here would hang
+        if rank == 0:  # place 6: one writer; never a collective in here
             save_checkpoint(recorder, *full_state)
     recorder.finish()
 

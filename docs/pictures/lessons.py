@@ -150,10 +150,10 @@ def draw_buckets() -> str:
         drawing.description += f"{text}. "
         drawing.words(left, y + 14, text)
         fills = (bucket.ready - begin) * scale - 1
-        drawing.box(left + begin * scale, y + 22, fills, 20, "gradients", is_pale=True)
+        drawing.box(left + begin * scale, y + 22, fills, 20, "gradients", "gradients", is_pale=True)
         drawing.box(left + start * scale, y + 22, (free - start) * scale, 20, "sending")
         begin, y = bucket.ready, y + 58
-    drawing.box(left, y + 2, 14, 14, "gradients", is_pale=True)
+    drawing.box(left, y + 2, 14, 14, "gradients", "gradients", is_pale=True)
     drawing.words(left + 20, y + 15, "fills")
     drawing.box(90, y + 2, 14, 14, "sending")
     drawing.words(110, y + 15, "its all-reduce")
