@@ -16,7 +16,7 @@ TYPED += $(wildcard packages/*/src/*/*.py packages/*/evidence/*.py packages/*/ev
 TYPED += $(wildcard $(addprefix packages/prove/src/prove/,checks/*.py judge/*.py watch/*.py))
 TYPED := $(filter-out %/train.py %/minimal.py, $(TYPED))
 
-.PHONY: help tour test test-course test-prove test-shm format lint break puzzle bench
+.PHONY: help tour test test-course test-prove test-shm format lint break gap puzzle bench
 .PHONY: gpu pictures notebooks bench-all faults shm-suite pages-quick pages site serve clean
 
 help:  ## this list
@@ -50,6 +50,9 @@ lint: $(VENV)/ready  ## check style, types and shell scripts: a minute
 
 break: $(VENV)/ready  ## try a row of a "Break it" table: STAGE=04 ROW=2; without ROW, list the rows
 	@PYTHONPATH=tests:docs/tools $(RUN) tests/pages/break_it.py $(STAGE) $(ROW)
+
+gap: $(VENV)/ready  ## write the missing lines of a script, and have them judged: N=1; HINT=1 shows prove's table
+	@$(RUN) beyond/puzzles/check_answer.py $(N:%=gap%) $(if $(HINT),--hint) $(if $(SHOW),--show)
 
 puzzle: $(VENV)/ready  ## find the mistake in a script, and have it judged: N=3; HINT=1 shows prove's table
 	@$(RUN) beyond/puzzles/check_answer.py $(N) $(if $(HINT),--hint) $(if $(SHOW),--show)
