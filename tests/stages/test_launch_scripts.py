@@ -51,6 +51,7 @@ REFUSALS = [
     ("two_nodes.sh", {"NODE_RANK": 0, "MASTER_ADDR": ""}, "NODE_RANK and MASTER_ADDR have no "),
     ("slurm.sbatch", OF_A_JOB, "no beyond/survive/train.py in "),
     ("slurm_srun.sbatch", OF_A_JOB, "no beyond/survive/train.py in "),
+    ("slurm_one_node.sbatch", OF_A_JOB, "no 04_ddp_torchrun in "),
     ("two_nodes_here.sh", {}, "network namespaces need root"),
 ]
 
