@@ -26,7 +26,7 @@ CHINESE = {  # what we add, and what Furo says, which has no translation
     "Next": "下一页",
 }
 IN_ENGLISH = {  # what the Chinese site calls pages that have no Chinese version
-    "docs/two_gpus": "哪里可以用到两个 GPU（英文）",
+    "docs/two_gpus": "两个 GPU 的一小时（英文）",
     "beyond/index": "数据并行之后（英文）",
     "common/index": "各阶段的共用部分（英文）",
     "benchmarks/tour": "逐行解释全程运行（英文）",
