@@ -261,8 +261,8 @@ def differing_epochs(ranks: list[Trace], right: Trace, who: str) -> str:
     for number, parts in enumerate(zip(*of_ranks, strict=True), 1):
         if text := lacking(Counter(sample for part in parts for sample in part), every):
             return f"in epoch {number}, {who} not each sample once: {text}"
-    for rank, parts in enumerate(of_ranks):
-        for number, (part, following) in enumerate(pairwise(parts), 1):
+    for rank, of_rank in enumerate(of_ranks):
+        for number, (part, following) in enumerate(pairwise(of_rank), 1):
             if part == following:
                 return f"epochs {number} and {number + 1} have the same order on rank {rank}"
     return ""
