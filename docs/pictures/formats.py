@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.result_files import Results
 from common.models import Net
-from docs.pictures.svg import INK, WIDTH, Drawing, width_of
+from docs.pictures.svg import INK, ON_DARK, WIDTH, Drawing, width_of
 
 LAYOUTS = ("contiguous", "channels_last")  # of images in memory
 HIGH = 34  # of a layer
@@ -80,11 +80,11 @@ class Choice(Enum):
     NEITHER = "32 bits"
 
 
-# The fill of a layer, and the color of its name.
+# The fill of a layer, its outline, and the color of its name.
 LOOKS = {
-    Choice.CASTS: ("16 bits", "#fff"),
-    Choice.FOLLOWS: ("still 16 bits", "#33398a"),
-    Choice.NEITHER: ("32 bits", "#fff"),
+    Choice.CASTS: ("16 bits", "16 bits", ON_DARK),
+    Choice.FOLLOWS: ("none", "16 bits", "16 bits"),
+    Choice.NEITHER: ("32 bits", "32 bits", ON_DARK),
 }
 
 
@@ -151,8 +151,8 @@ def draw_autocast() -> str:
 def draw_choice(
     drawing: Drawing, x: float, y: float, wide: float, name: str, choice: Choice
 ) -> None:
-    fill, ink = LOOKS[choice]
-    drawing.box(x, y, wide, HIGH, fill, "16 bits" if choice is Choice.FOLLOWS else fill)
+    fill, outline, ink = LOOKS[choice]
+    drawing.box(x, y, wide, HIGH, fill, outline)
     drawing.words(x + wide / 2, y + HIGH / 2 + 6, name, ink, "middle", bold=True)
 
 
@@ -160,7 +160,7 @@ def draw_speeds(results: Results) -> str:
     """Images per second of the first model, in each format and memory layout, on a GPU."""
     name, measured = next(iter(results["models"].items()))
     speeds = {label: row["images_per_second"] for label, row in measured["variants"].items()}
-    gpu = results["provenance"]["hardware"].removeprefix("1 x ")
+    gpu = results["provenance"]["hardware"].removeprefix("1 x NVIDIA ")
     heading = f"{name} on one {gpu}: images per second"
     drawing = Drawing(heading, "")
     drawing.words(4, 18, heading, bold=True)
