@@ -129,7 +129,10 @@ def draw_replay() -> str:
     runs = (
         ("observed run: all ranks, a few batches", {"order, collectives, files": ("✓ or ✗", INK)}),
         ("replay: one rank, the batches of all", {"equal gradients and weights": right}),
-        ("control: all ranks once more", {"the ranks repeat themselves": wrong, "they do not": open_}),
+        (
+            "control: all ranks once more",
+            {"the ranks repeat themselves": wrong, "they do not": open_},
+        ),
     )
     nexts = ("samples, random numbers, first weights", "not equal")
     drawing = Drawing("How prove comes to a verdict", "")

@@ -69,8 +69,6 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
         untranslated = sections[1 + len(re.findall(r"^## ", text, re.M)) :]
         text = "\n".join([text, *untranslated])
     text = re.sub(SWITCH, "", text)
-    # Under a widget stands its picture, for GitHub, and a sentence that leads to this site.
-    text = re.sub(r"^(<!-- widget: \w+ -->\n\n!.+\n)\n.*`make serve`.*\n", r"\1", text, flags=re.M)
     source[0] = WIDGET.sub(r'<div class="widget" data-widget="\1"></div>', text)
 
 

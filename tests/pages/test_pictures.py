@@ -118,8 +118,8 @@ def test_every_picture_stands_on_a_page_and_has_a_description_there():
     assert shown >= {*draw.FOLDER.glob("*.svg")}
 
 
-def test_under_every_widget_stands_a_picture_that_github_shows():
+def test_above_every_widget_stands_a_picture_that_github_shows():
     for page in (*ALL_PAGES, *CHINESE):
         text = page.read_text()
         for widget in WIDGET.finditer(text):
-            assert re.match(r"\n\n!\[.+\]\(.+\.svg\)\n", text[widget.end() :]), page
+            assert re.search(r"\n!\[.+\]\(.+\.svg\)\n\n$", text[: widget.start()]), page
