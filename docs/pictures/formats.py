@@ -122,18 +122,18 @@ def draw_autocast() -> str:
         "to bf16. The layers between them take what comes. The images, the loss, the weights and "
         "their gradients are in fp32.",
     )
-    per_row, wide, below = 4, 106, 58
+    per_row, wide, below, step = 4, 110, 58, 121
     for place, (name, choice) in enumerate(choices):
         row, column = divmod(place, per_row)
-        x, y, middle = 4 + 122 * column, 4 + below * row, 4 + wide / 2
+        x, y, middle = 4 + step * column, 4 + below * row, 4 + wide / 2
         draw_choice(drawing, x, y, wide, name, choice)
         if place + 1 == len(choices):
             draw_choice(
-                drawing, x + 122, y, WIDTH - x - 126, "all weights, all .grad", Choice.NEITHER
+                drawing, x + step, y, WIDTH - x - step - 3, "all weights, all .grad", Choice.NEITHER
             )
             break
         if column + 1 < per_row:
-            drawing.line(x + wide, y + HIGH / 2, x + 121, y + HIGH / 2, arrow=True)
+            drawing.line(x + wide, y + HIGH / 2, x + step - 1, y + HIGH / 2, arrow=True)
         else:  # around, to the start of the next row
             end, between = x + wide / 2, y + (HIGH + below) / 2 - 2
             drawing.line(end, y + HIGH, end, between)

@@ -197,7 +197,8 @@ class Drawing:
     def text(self, height: float) -> str:
         arrow = (
             '<marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" '
-            f'markerHeight="8" orient="auto"><path d="M0 0L8 4L0 8z" class="{class_of(INK)}"/></marker>'
+            'markerHeight="8" orient="auto">'
+            f'<path d="M0 0L8 4L0 8z" class="{class_of(INK)}"/></marker>'
         )
         size = f'width="{SHOWN}" height="{height * SHOWN / WIDTH:.0f}"'
         size += f' viewBox="0 0 {WIDTH} {height:.0f}"'
