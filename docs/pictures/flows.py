@@ -57,7 +57,7 @@ def draw_syncbn() -> str:
     batch = torch.tensor([[1.0], [10.0], [2.0], [20.0], [3.0], [30.0]])
     parts = [batch[rank::2] for rank in (0, 1)]
     alone = [batch_norm(part, None, None, training=True) for part in parts]
-    assert torch.allclose(*alone, atol=1e-3)
+    assert torch.allclose(alone[0], alone[1], atol=1e-3)
     whole = batch_norm(batch, None, None, training=True)
     drawing = Drawing(
         "SyncBatchNorm on two ranks",
