@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 WIDTH = 480  # on a phone, a picture is as wide as the page: the text stays large enough
-SHOWN = 560  # how wide it is on a wider page
+SHOWN = 520  # how wide it is on a wider page
 SIZE = 17  # of the letters
 PAGES = {"light": "#ffffff", "dark": "#131416"}  # the site's; GitHub's dark page is darker still
 CONTRAST = 5.5  # of words with their page

@@ -28,8 +28,8 @@ SAMPLE += ["zh/docs/claims.html", "01_single_gpu/train.py.html"]
 WIDTHS = (390, 1400)  # of a phone and of a laptop, in pixels
 WIDE = """[document.documentElement, document.querySelector('.content')]  // what could scroll
     .some((it) => it.scrollWidth > it.clientWidth)"""
-SMALL = """[...document.querySelectorAll('article img')].some((it) => {  // letters of 20 pixels
-    return !it.naturalWidth || it.getBoundingClientRect().width < 0.56 * it.naturalWidth;
+SMALL = """[...document.querySelectorAll('article img')].some((it) => {  // letters of 18 pixels
+    return !it.naturalWidth || it.getBoundingClientRect().width < 0.62 * it.naturalWidth;
 })"""
 OVERFLOWING = """() => {  // texts wider than their box or the picture
     document.documentElement.style.fontFamily = 'DejaVu Sans, Verdana';  // wide letters
