@@ -198,7 +198,7 @@ def draw_levels() -> str:
     drawing.legend(4, whole)
     for rank in range(count):
         drawing.words(4 + (width + gap) * rank, 46, f"rank {rank}")
-    y = 52.0
+    y = 56.0
     for level, name in names.items():
         held = levels.formula(level, count)
         total = f"{name}: {sum(held.values()):g} × the parameters' bytes"
