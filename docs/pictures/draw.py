@@ -11,7 +11,6 @@ from benchmarks.result_files import MACHINE, load
 from benchmarks.tables.pages import find_tables
 from common.options import Parser
 from docs.pictures import curves, flows, formats, lessons, maps, memory, timeline
-from local_ranks.chapters import ROOT
 
 FOLDER = Path(__file__).parent
 
@@ -53,7 +52,6 @@ PICTURES: dict[str, Callable[[], str]] = {
     "speeds": draw_speeds,
     "syncbn": flows.draw_syncbn,
     "vote": flows.draw_vote,
-    "replay": flows.draw_replay,
     "levels": lessons.draw_levels,
     "memory": draw_memory,
     "convert": maps.draw_convert,
@@ -71,9 +69,7 @@ PICTURES: dict[str, Callable[[], str]] = {
 
 
 def path_of(name: str) -> Path:
-    """A picture of a package lies in the package, which stands alone."""
-    folder = ROOT / "packages" / "prove" if name == "replay" else FOLDER
-    return folder / f"{name}.svg"
+    return FOLDER / f"{name}.svg"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pictures of what comes after what: a step, a BatchNorm over two ranks, a vote, a proof."""
+"""Pictures of what comes after what: a step, a BatchNorm over two ranks, a vote."""
 
 import torch
 from torch.nn.functional import batch_norm
@@ -121,35 +121,3 @@ def draw_vote() -> str:
     drawing.words(second, 208, "Both train step 9,", bold=True)
     drawing.words(second, 230, "and none waits for the votes.")
     return drawing.text(248)
-
-
-def draw_replay() -> str:
-    """The runs of prove, and which verdict follows from what."""
-    right, wrong, open_ = ("✓ right", "right"), ("✗ WRONG", "wrong"), ("not seen", INK)
-    runs = (
-        ("observed run: all ranks, a few batches", {"order, collectives, files": ("✓ or ✗", INK)}),
-        ("replay: one rank, the batches of all", {"equal gradients and weights": right}),
-        (
-            "control: all ranks once more",
-            {"the ranks repeat themselves": wrong, "they do not": open_},
-        ),
-    )
-    nexts = ("samples, random numbers, first weights", "not equal")
-    drawing = Drawing("How prove comes to a verdict", "")
-    y = 4.0
-    for number, (name, verdicts) in enumerate(runs):
-        high = 44 + 26 * len(verdicts)
-        drawing.box(4, y, WIDTH - 8, high, "none", INK)
-        drawing.button(12, y + 9, 28, 28, "you", str(number + 1))
-        drawing.words(50, y + 29, name, bold=True)
-        for row, (when, (verdict, kind)) in enumerate(verdicts.items()):
-            drawing.words(50, y + 57 + 26 * row, when)
-            drawing.line(WIDTH - 140, y + 51 + 26 * row, WIDTH - 112, y + 51 + 26 * row, True)
-            drawing.words(WIDTH - 104, y + 57 + 26 * row, verdict, kind, bold=True)
-            drawing.description += f"{number + 1}. {name}; {when}: {verdict}. "
-        y += high
-        if number < len(nexts):
-            drawing.line(26, y + 2, 26, y + 33, arrow=True)
-            drawing.words(50, y + 24, nexts[number])
-            y += 36
-    return drawing.text(y + 6)
