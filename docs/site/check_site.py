@@ -26,12 +26,10 @@ OPTIONS += ["--disable-sync", "--disable-background-networking", "--disable-comp
 SAMPLE = ["zh/" * (i % 2) + f"{folder}/index.html" for i, folder in enumerate(MAIN_PATH)]
 SAMPLE += ["zh/docs/claims.html", "01_single_gpu/train.py.html"]
 WIDTHS = (390, 1400)  # of a phone and of a laptop, in pixels
-DRAWN = "[...document.querySelectorAll('pre.mermaid')].every((each) => each.querySelector('svg'))"
 WIDE = """[document.documentElement, document.querySelector('.content')]  // what could scroll
     .some((it) => it.scrollWidth > it.clientWidth)"""
-SMALL = """[...document.querySelectorAll('article :is(img, pre.mermaid svg)')].some((it) => {
-    const width = it.naturalWidth ?? it.viewBox.baseVal.width;  // where letters have 16 pixels
-    return !width || it.getBoundingClientRect().width < 0.56 * width;
+SMALL = """[...document.querySelectorAll('article img')].some((it) => {  // letters of 18 pixels
+    return !it.naturalWidth || it.getBoundingClientRect().width < 0.62 * it.naturalWidth;
 })"""
 OVERFLOWING = """() => {  // texts wider than their box or the picture
     document.documentElement.style.fontFamily = 'DejaVu Sans, Verdana';  // wide letters
@@ -83,7 +81,6 @@ class Visitor:
         self.address = address
         self.page.set_viewport_size({"width": width, "height": 900})
         self.page.goto(self.base + address)
-        self.page.wait_for_function(DRAWN)
         return self.page
 
     def fits(self, address: str) -> None:
