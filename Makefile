@@ -53,10 +53,10 @@ break: $(VENV)/ready  ## try a row of a "Break it" table: STAGE=04 ROW=2; withou
 	@PYTHONPATH=tests:docs/tools $(RUN) tests/pages/break_it.py $(STAGE) $(ROW)
 
 gap: $(VENV)/ready  ## write the missing lines of a script, and have them judged: N=1; HINT=1 shows prove's table
-	@$(RUN) beyond/puzzles/check_answer.py $(N:%=gap%) $(if $(HINT),--hint) $(if $(SHOW),--show)
+	@$(RUN) beyond/puzzles/check_answer.py $(N:%=gap%) $(if $(HINT),--hint) $(if $(SHOW),--show) || test $$? = 1
 
 puzzle: $(VENV)/ready  ## find the mistake in a script, and have it judged: N=3; HINT=1 shows prove's table
-	@$(RUN) beyond/puzzles/check_answer.py $(N) $(if $(HINT),--hint) $(if $(SHOW),--show)
+	@$(RUN) beyond/puzzles/check_answer.py $(N) $(if $(HINT),--hint) $(if $(SHOW),--show) || test $$? = 1
 
 bench: $(VENV)/ready  ## measure what the notebooks show on this machine: benchmarks/results/machines/HARDWARE.json
 	$(RUN) benchmarks/bench.py stages $(FLAGS)

@@ -67,7 +67,9 @@ def hand_out(puzzle: Puzzle, copy: Path, progress: Progress) -> int:
         print(f"\nYOUR LINES are missing in {path}. Write them, and type")
     else:
         print(f"\nIts mistake is yours to find. Correct it in {path}, and type")
-    print("the same once more. HINT=1 shows what prove says, and SHOW=1 this comparison.")
+    print("the same once more: it is right if both columns agree, digit for digit in float64.")
+    print("HINT=1 shows what our checker prove says about it, and SHOW=1 both columns again.")
+    print(f"To run it: torchrun --standalone --nproc-per-node=2 {path}")
     return 0
 
 
@@ -79,7 +81,7 @@ def decide(puzzle: Puzzle, copy: Path, progress: Progress) -> int:
         return 1
     if not puzzle.is_gap:
         print(f"What it cost: {cost(puzzle)}.\nReported in {puzzle.story.report}")
-    print(f"{len(progress.solved())} of {len(PUZZLES)} are solved.")
+    print(f"{len(progress.solved())} of {len(PUZZLES)} are solved; make puzzle lists them.")
     return 0
 
 

@@ -10,6 +10,7 @@ import ast
 import difflib
 import json
 import math
+import re
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -49,6 +50,7 @@ class Puzzle(NamedTuple):
     measure: str = ""  # what main() returns
     ranks_draw_apart: bool = False  # two ranks draw other random numbers than one
     order_is_free: bool = False  # two ranks may take the samples in another order than one
+    if_apart: str = ""  # a question to those whose ranks do not train one model
     any_order: bool = False  # even one rank may, but in another one in each epoch
     in_16_bits: bool = False  # its own precision must lead to the number of float64, too
     counts_messages: bool = False
@@ -104,7 +106,9 @@ def run(source: str, ranks: int, in_float64: bool = True, seed: int = 0) -> list
     try:
         of_ranks = traces(source, start)
     except FailedError as error:
-        raise ScriptError(error.line) from None
+        lines = re.findall(r'"train\.py", line (\d+)', str(error))
+        where = f"line {lines[-1]}: " if lines else ""
+        raise ScriptError(f"{where}{error.line}") from None
     if not all(isinstance(trace.result, int | float) for trace in of_ranks):
         raise ScriptError("main() has to stay, and to return the number that it prints last")
     return of_ranks
@@ -158,7 +162,8 @@ def judge_one_rank(puzzle: Puzzle, one: Trace) -> str:
     if text := difference(one, right):
         more = ". Other noise may be right elsewhere, but here" if puzzle.ranks_draw_apart else ""
         more += " rank 0 must draw what one rank draws" if more else ""
-        more += in_lengths(one, right) if puzzle.is_gap else ""
+        if puzzle.is_gap and in_lengths(one, right):
+            more += ". Is there a 2 where the number of ranks belongs?"
         return f"one rank alone no longer computes what it did: {text}{more}"
     return ""
 
@@ -166,9 +171,9 @@ def judge_one_rank(puzzle: Puzzle, one: Trace) -> str:
 def compare_ranks(puzzle: Puzzle, one: Trace, first: Trace, second: Trace) -> str:
     """What two ranks compute else than one rank of the same script; nothing if they agree."""
     if text := difference(replace(second, result=first.result), first):
-        return f"the two ranks do not train one model: {text}"
+        return f"the two ranks do not train one model: {text}{if_apart(puzzle, first)}"
     if puzzle.any_order:
-        return differing_epochs([first, second], one, "the two ranks take")
+        return differing_epochs([first, second], one, "each of two ranks takes")
     if puzzle.order_is_free and (text := dealt_differently([first, second], one)):
         return f"the two ranks do not share the samples of one: {text}"
     draws = [*first.draws, *second.draws]
@@ -180,6 +185,14 @@ def compare_ranks(puzzle: Puzzle, one: Trace, first: Trace, second: Trace) -> st
         more = in_lengths(first, one) if puzzle.is_gap else ""
         return f"two ranks do not compute what one rank computes: {text}{more}"
     return ""
+
+
+def if_apart(puzzle: Puzzle, rank: Trace) -> str:
+    """What to ask those whose ranks do not train one model."""
+    if puzzle.counts_messages and not rank.messages[0]:
+        return ". In it, nothing was sent"
+    sent = f" In it, a rank sent {rank.messages[0]} messages." if puzzle.counts_messages else ""
+    return f".{sent} {puzzle.if_apart}" if puzzle.if_apart else ""
 
 
 def judge_precision(source: str, one: Trace) -> str:
@@ -257,10 +270,11 @@ def differing_epochs(ranks: list[Trace], right: Trace, who: str) -> str:
     steps = len(right.weights) * len(every) // len(right.samples)
     of_ranks = [epochs(rank, steps) for rank in ranks]
     if len(ranks[0].weights) != len(right.weights):
-        return f"{who} {len(ranks[0].weights)} steps, where one process took {len(right.weights)}"
+        steps_of = f"{len(ranks[0].weights)} steps, where one process took {len(right.weights)}"
+        return f"{who} {steps_of}: does it take the samples that are its own?"
     for number, parts in enumerate(zip(*of_ranks, strict=True), 1):
         if text := lacking(Counter(sample for part in parts for sample in part), every):
-            return f"in epoch {number}, {who} not each sample once: {text}"
+            return f"in epoch {number}, {who} the wrong samples: {text}"
     for rank, of_rank in enumerate(of_ranks):
         for number, (part, following) in enumerate(pairwise(of_rank), 1):
             if part == following:

@@ -7,8 +7,7 @@ from torch import nn
 
 def average_gradients(model):
     """Give each rank the mean of all ranks' gradients."""
-    # YOUR LINES. Two calls suffice: dist.all_reduce(tensor) replaces a tensor, on every rank, by
-    # the sum over all ranks, and dist.get_world_size() returns how many ranks there are.
+    # YOUR LINES. dist.all_reduce(tensor) replaces a tensor, on every rank, by the sum over all.
 
 
 def valley(count, seed):

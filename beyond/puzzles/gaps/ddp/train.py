@@ -24,9 +24,9 @@ def main():
     test_points, test_labels = spirals(500, seed=2)
     model = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 2))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
-    # YOUR LINES, here and in the loop. A script for one process has no more than this; DDP, its
-    # sampler, and what the sampler must hear in each epoch are three calls, and two of their
-    # results must be used.
+    # YOUR LINES, here and in the loop: so far, this is a script for one process. Three calls are
+    # missing: DDP, its sampler, and what the sampler must hear in each epoch. Use what the first
+    # two return.
     loader = DataLoader(train_set, batch_size=16 // world_size, shuffle=True)
     for epoch in range(4):
         for points, labels in loader:
