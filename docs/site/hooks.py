@@ -26,6 +26,7 @@ from sphinx.util import logging
 from chinese import CHINESE, LABELS, Words, translation, with_rebased_links, word
 from code_pages import code_list, collect
 from markers import FENCE, WIDGET
+from narrow import for_narrow_screens
 from repository_pages import slugs
 from sidebar import GROUPS, WAY, is_shown, pages_of, parent
 
@@ -211,7 +212,7 @@ def context(app: Sphinx, pagename: str, _: str, values: dict[str, Any], doctree:
     if zh:
         said = app.builder.templates.environment.globals["gettext"]
         values["_"] = values["gettext"] = lambda text: CHINESE.get(text.strip()) or said(text)
-    body = values.get("body", "")
+    values["body"] = body = for_narrow_screens(values.get("body", ""))
     if 'class="mermaid"' in body:
         app.add_js_file("mermaid.tiny.js", loading_method="defer", priority=300)  # before site.js
     if widgets := sorted(set(re.findall(r'data-widget="(\w+)"', body))):

@@ -16,7 +16,7 @@ GROUPS = {
         "02_data_parallel/index": "02 · DataParallel",
         "03_ddp_manual_allreduce/index": "03 · All-reduce by hand",
         "04_ddp_torchrun/index": "04 · DDP and torchrun",
-        "05_amp_syncbn/index": "05 · AMP and SyncBatchNorm",
+        "05_amp_syncbn/index": "05 · AMP and SyncBN",
         "beyond/puzzles/index": "Puzzles: find the mistake",
         "beyond/convert/index": "Convert your script",
         "packages/prove/index": "Prove that it is right",
