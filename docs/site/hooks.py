@@ -31,7 +31,7 @@ from repository_pages import slugs
 from sidebar import GROUPS, WAY, is_shown, pages_of, parent
 
 logger = logging.getLogger(__name__)
-SWITCH = r"\A\[(中文|English)\]\(.*\)\n"  # of the language: the site has its own
+SWITCH = r"\A\[(中文|English)\]\(.*\n"  # of the language, and to the site, which has its own
 NUMBER = re.compile(r"notebooks/(\d+)")
 
 

@@ -2,13 +2,14 @@
 
 A table of three columns or more whose cells hold sentences turns into cards there, one per row, so
 each cell carries the name of its column, and the roles that `display: block` takes from a table.
-And each line of a command is a block, so that it wraps with an indent.
+Each line of a command is a block, so that it wraps with an indent. And no flag breaks behind `--`.
 """
 
 import html
 import re
 
 PROSE = 18  # letters per cell, on average: a table of figures has fewer
+LONGEST = 32  # letters of a word that is never broken
 
 
 def plain(cell: str) -> str:
@@ -34,11 +35,22 @@ def with_cards(table: re.Match[str]) -> str:
 
 
 def with_lines(command: re.Match[str]) -> str:
-    lines = "".join(f'<span class="line">{line}</span>' for line in command[2].splitlines(True))
-    return f"{command[1]}{lines}</pre>"
+    """Each line a block, in which no word breaks at a hyphen, unless it is too long for a line."""
+    lines = list[str]()
+    for line in command[2].splitlines(keepends=True):
+        parts = re.split(r'(<span class="w">.*?</span>|\s+$)', line)
+        words = [f'<span class="whole">{part}</span>' if is_word(part) else part for part in parts]
+        lines.append(f'<span class="line">{"".join(words)}</span>')
+    return f"{command[1]}{''.join(lines)}</pre>"
+
+
+def is_word(part: str) -> bool:
+    return bool(re.fullmatch(rf"\S{{1,{LONGEST}}}", plain(part))) and "-" in plain(part)
 
 
 def for_narrow_screens(body: str) -> str:
     body = re.sub(r'<table class="docutils.*?</table>', with_cards, body, flags=re.S)
     start = r'(<div class="highlight-bash[^>]*><div class="highlight"><pre>(?:<span></span>)?)'
-    return re.sub(rf"{start}(.*?)</pre>", with_lines, body, flags=re.S)
+    body = re.sub(rf"{start}(.*?)</pre>", with_lines, body, flags=re.S)
+    flag = rf'<span class="pre">(?=[^<]{{1,{LONGEST}}}<)(?=[^<]*-)'
+    return re.sub(flag, '<span class="pre whole">', body)
