@@ -5,8 +5,14 @@
   const choose = (theme) => (document.body.dataset.theme = theme);
 
   // How light it is where these colors lie on each other: the relative luminance of WCAG 2.
+  const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  const known = new Map();
   const luminance = (colors) => {
-    const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+    const key = colors.join();
+    if (!known.has(key)) known.set(key, measured(colors));
+    return known.get(key);
+  };
+  const measured = (colors) => {
     for (const color of colors) {
       canvas.fillStyle = color;
       canvas.fillRect(0, 0, 1, 1);
