@@ -113,11 +113,8 @@ _site/ready: $(SITE)/ready $(shell find * \( -name _site -o -name runs -o -name 
 	touch $@
 
 $(SITE)/ready: pyproject.toml
-	@type npm > /dev/null || { echo "error: the site needs npm, for its diagrams" >&2; exit 2; }
 	$(PYTHON) -m venv $(SITE)
 	$(SITE)/bin/python -m pip install --disable-pip-version-check -e '.[site]'
-	npm install --prefix $(SITE) --ignore-scripts --no-audit --no-fund --no-save \
-	  @mermaid-js/tiny@11.17.2
 	touch $@
 
 clean:  ## remove the environments, the site and all runs

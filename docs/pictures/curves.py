@@ -11,7 +11,7 @@ from gradient_order import fill_buckets, gradients_of_classifier
 from local_ranks.chapters import ROOT
 from step_model import Job
 
-LEFT, RIGHT, TOP, BOTTOM = 52, 460, 64, 250  # of what lies between the axes
+LEFT, RIGHT, TOP, BOTTOM = 60, 460, 64, 250  # of what lies between the axes
 LABELS = {"right": "averaged", "wrong": "not averaged"}
 
 
@@ -66,9 +66,9 @@ def draw_losses(results: Results) -> str:
     for y, name in ((92, "wrong"), (142, "right")):
         last, accuracy = epoch_means(runs[name]["loss"])[-1], runs[name]["test_accuracy"]
         drawing.words(RIGHT, y, f"{LABELS[name]}: {last:.2f}", name, "end", bold=True)
-        drawing.words(RIGHT, y + 21, f"{accuracy:.1%} of the test set right", name, "end")
+        drawing.words(RIGHT, y + 21, f"test accuracy {accuracy:.1%}", name, "end")
         drawing.description += f"{LABELS[name]}: the loss falls to {last:.2f}. "
-    caption = "Stage 03, two ranks, with average_gradients and without."
+    caption = "Stage 03 on two ranks, with its averaging or without."
     return with_origin(drawing, [caption], results)
 
 
@@ -128,7 +128,7 @@ def draw_scaling() -> str:
 
     whole, half = work(forecast), work(replace(forecast, bytes_factor=0.5))
     (_, last), (_, last_half) = whole[-1], half[-1]
-    title = f"{gpus} GPUs do the work of {last:.0f}; with one change, of {last_half:.0f}"
+    title = f"{gpus} GPUs do the work of {last:.0f}; with one change, {last_half:.0f}"
     about = f"ResNet-50, forecast: {last:.1f} with gradients of 32 bits, {last_half:.1f} with 16."
     drawing = Drawing(title, about)
     drawing.words(4, 20, title, bold=True)

@@ -1,4 +1,4 @@
-"""Draw the pictures of the pages: docs/pictures/, from committed results and from what is computed.
+"""Draw the pictures of the pages, from committed results and from what is computed.
 
 python docs/pictures/draw.py
 """
@@ -10,8 +10,7 @@ from pathlib import Path
 from benchmarks.result_files import MACHINE, load
 from benchmarks.tables.pages import find_tables
 from common.options import Parser
-from docs.pictures import curves, formats, lessons, maps, memory, timeline
-from local_ranks.chapters import ROOT
+from docs.pictures import curves, flows, formats, lessons, maps, memory, timeline
 
 FOLDER = Path(__file__).parent
 
@@ -39,6 +38,7 @@ def draw_timeline(model: str, *stages: str) -> str:
 
 PICTURES: dict[str, Callable[[], str]] = {
     "course": maps.draw_course,
+    "step": flows.draw_step,
     "mean": lessons.draw_mean,
     "dataparallel": lessons.draw_dataparallel,
     "allreduce": lessons.draw_allreduce,
@@ -50,6 +50,8 @@ PICTURES: dict[str, Callable[[], str]] = {
     "formats": formats.draw_formats,
     "autocast": formats.draw_autocast,
     "speeds": draw_speeds,
+    "syncbn": flows.draw_syncbn,
+    "vote": flows.draw_vote,
     "levels": lessons.draw_levels,
     "memory": draw_memory,
     "convert": maps.draw_convert,
@@ -75,4 +77,4 @@ if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     for name, make in PICTURES.items():
         path_of(name).write_text(make())
-    print(f"wrote {len(PICTURES)} pictures to {FOLDER.relative_to(ROOT)}/")
+    print(f"wrote {len(PICTURES)} pictures")

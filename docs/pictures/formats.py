@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.result_files import Results
 from common.models import Net
-from docs.pictures.svg import INK, WIDTH, Drawing, width_of
+from docs.pictures.svg import INK, ON_DARK, WIDTH, Drawing, width_of
 
 LAYOUTS = ("contiguous", "channels_last")  # of images in memory
 HIGH = 34  # of a layer
@@ -80,11 +80,11 @@ class Choice(Enum):
     NEITHER = "32 bits"
 
 
-# The fill of a layer, and the color of its name.
+# The fill of a layer, its outline, and the color of its name.
 LOOKS = {
-    Choice.CASTS: ("16 bits", "#fff"),
-    Choice.FOLLOWS: ("still 16 bits", "#33398a"),
-    Choice.NEITHER: ("32 bits", "#fff"),
+    Choice.CASTS: ("16 bits", "16 bits", ON_DARK),
+    Choice.FOLLOWS: ("none", "16 bits", "16 bits"),
+    Choice.NEITHER: ("32 bits", "32 bits", ON_DARK),
 }
 
 
@@ -122,18 +122,18 @@ def draw_autocast() -> str:
         "to bf16. The layers between them take what comes. The images, the loss, the weights and "
         "their gradients are in fp32.",
     )
-    per_row, wide, below = 4, 106, 58
+    per_row, wide, below, step = 4, 110, 58, 121
     for place, (name, choice) in enumerate(choices):
         row, column = divmod(place, per_row)
-        x, y, middle = 4 + 122 * column, 4 + below * row, 4 + wide / 2
+        x, y, middle = 4 + step * column, 4 + below * row, 4 + wide / 2
         draw_choice(drawing, x, y, wide, name, choice)
         if place + 1 == len(choices):
             draw_choice(
-                drawing, x + 122, y, WIDTH - x - 126, "all weights, all .grad", Choice.NEITHER
+                drawing, x + step, y, WIDTH - x - step - 3, "all weights, all .grad", Choice.NEITHER
             )
             break
         if column + 1 < per_row:
-            drawing.line(x + wide, y + HIGH / 2, x + 121, y + HIGH / 2, arrow=True)
+            drawing.line(x + wide, y + HIGH / 2, x + step - 1, y + HIGH / 2, arrow=True)
         else:  # around, to the start of the next row
             end, between = x + wide / 2, y + (HIGH + below) / 2 - 2
             drawing.line(end, y + HIGH, end, between)
@@ -151,8 +151,8 @@ def draw_autocast() -> str:
 def draw_choice(
     drawing: Drawing, x: float, y: float, wide: float, name: str, choice: Choice
 ) -> None:
-    fill, ink = LOOKS[choice]
-    drawing.box(x, y, wide, HIGH, fill, "16 bits" if choice is Choice.FOLLOWS else fill)
+    fill, outline, ink = LOOKS[choice]
+    drawing.box(x, y, wide, HIGH, fill, outline)
     drawing.words(x + wide / 2, y + HIGH / 2 + 6, name, ink, "middle", bold=True)
 
 
@@ -160,7 +160,7 @@ def draw_speeds(results: Results) -> str:
     """Images per second of the first model, in each format and memory layout, on a GPU."""
     name, measured = next(iter(results["models"].items()))
     speeds = {label: row["images_per_second"] for label, row in measured["variants"].items()}
-    gpu = results["provenance"]["hardware"].removeprefix("1 x ")
+    gpu = results["provenance"]["hardware"].removeprefix("1 x NVIDIA ")
     heading = f"{name} on one {gpu}: images per second"
     drawing = Drawing(heading, "")
     drawing.words(4, 18, heading, bold=True)

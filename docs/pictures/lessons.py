@@ -7,7 +7,7 @@ import torchvision
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
 
 import levels
-from docs.pictures.svg import INK, WIDTH, Drawing
+from docs.pictures.svg import INK, WIDTH, Drawing, minus
 from gradient_order import fill_buckets, gradients_of
 from partition import DataPartitioner
 
@@ -51,14 +51,9 @@ def draw_mean() -> str:
         update = f"weight: 1 → {1 - rate * average:g}"
         drawing.card(own, 298, wide, INK, [f"learning rate {rate:g}", update])
     drawing.card(middle, 188, 330, "sending", ["all-reduce: the mean of both"])
-    ending = f"One process with all four samples: gradient {minus(whole)}, too"
+    ending = f"One process with all samples: gradient {minus(whole)}, too"
     drawing.words(middle, 383, ending, anchor="middle", bold=True)
     return drawing.text(395)
-
-
-def minus(number: float) -> str:
-    """Write the number with the minus sign that mathematics has."""
-    return f"−{-number:g}" if number < 0 else f"{number:g}"
 
 
 def draw_dataparallel() -> str:
@@ -95,7 +90,7 @@ def draw_dataparallel() -> str:
     sent(316, "7 weight gradients", back=True)
     part(main, 326, "optimizer", "sum, optimizer")
     drawing.box(other, 326, width, 34, "none", INK)
-    drawing.words(other + width / 2, 349, "copy thrown away", anchor="middle")
+    drawing.words(other + width / 2, 349, "thrown away", anchor="middle")
     for x, stops in ((main, (62, 160, 226, 294)), (other, (160, 294))):
         nexts = {62: 124, 160: 190 if x == main else 258, 226: 258, 294: 324}
         for y in stops:
@@ -114,7 +109,7 @@ def draw_allreduce() -> str:
     )
     columns = (("its gradient", before), ("the sum", after), ("divided by 2", after / 2))
     for number, (name, tensors) in enumerate(columns):
-        x = 66 + 148 * number
+        x = 72 + 146 * number
         drawing.words(x + 56, 20, name, anchor="middle", bold=True)
         for rank, tensor in enumerate(tensors.tolist()):
             y = 34 + 88 * rank
@@ -124,11 +119,11 @@ def draw_allreduce() -> str:
     for rank in (0, 1):
         y = 54 + 88 * rank
         drawing.words(4, y + 6, f"rank {rank}", f"rank {rank}", bold=True)
-        drawing.line(182, y, 210, y, arrow=True)
-        drawing.line(330, y, 358, y, arrow=True)
-    drawing.line(182, 66, 210, 130, arrow=True)
-    drawing.line(182, 130, 210, 66, arrow=True)
-    drawing.words(196, 186, "all-reduce", "sending", "middle", bold=True)
+        drawing.line(186, y, 214, y, arrow=True)
+        drawing.line(332, y, 360, y, arrow=True)
+    drawing.line(186, 66, 214, 130, arrow=True)
+    drawing.line(186, 130, 214, 66, arrow=True)
+    drawing.words(200, 186, "all-reduce", "sending", "middle", bold=True)
     return drawing.text(194)
 
 
@@ -203,7 +198,7 @@ def draw_levels() -> str:
     drawing.legend(4, whole)
     for rank in range(count):
         drawing.words(4 + (width + gap) * rank, 46, f"rank {rank}")
-    y = 52.0
+    y = 56.0
     for level, name in names.items():
         held = levels.formula(level, count)
         total = f"{name}: {sum(held.values()):g} × the parameters' bytes"

@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from docs.pictures.svg import INK, WIDTH, Drawing
+from docs.pictures.svg import INK, ON_DARK, WIDTH, Drawing, width_of
 from local_ranks.chapters import ROOT
 
 CONVERT = ROOT / "beyond" / "convert"
@@ -75,7 +75,7 @@ def draw_stops(drawing: Drawing) -> None:
             drawing.box(LEFT, y, WIDE, HIGH, "none", INK, dashes="6 4")
         else:
             drawing.box(LEFT, y, WIDE, HIGH, "you")
-        color = INK if may_wait else "#fff"
+        color = INK if may_wait else ON_DARK
         drawing.words(LEFT + 14, y + 23, name, color, bold=True)
         drawing.words(LEFT + 14, y + 44, about, color)
     drawing.line(LEFT + 40, END, LEFT + 40, END + 23, arrow=True)
@@ -165,7 +165,7 @@ def draw_convert() -> str:
             if rows:
                 text = f"{mark} {', '.join(rows)}"
                 drawing.words(x, y + 41, text, kind)
-                x += 8.6 * len(text) + 16
+                x += width_of(text) + 14
         drawing.description += f"{number + 1}. {name}: WRONG are {', '.join(wrong) or 'none'}. "
     drawing.words(4, end + 16, "your script, for many GPUs: nothing WRONG", bold=True)
     drawing.words(4, end + 42, "what prove says after each step: ✓ right, ✗ WRONG")

@@ -18,7 +18,7 @@ def draw(results: Results) -> str:
     held = {kind: sum(found[part] for part in parts) for kind, parts in KINDS.items()}
     total = sum(held.values())
     lines = {kind: f"{kind}: {size / MIB:.0f} MiB" for kind, size in held.items()}
-    title = f"{results['model']}, larger than net: {total / MIB:.0f} MiB in one process"
+    title = f"{results['model']}: {total / MIB:.0f} MiB in one process"
     drawing = Drawing(title, "; ".join(lines.values()))
     drawing.words(4, 18, title, bold=True)
     x = 4.0

@@ -12,7 +12,7 @@ from docs.pictures.svg import SIZE, WIDTH, Drawing
 WAITING, SENDING = "waiting", "sending"
 # What a part may be: svg.py has a color for each.
 KINDS = (*(kind.value for kind in Kind if kind not in MESSAGES), WAITING, SENDING)
-LEFT, RIGHT = 90, 10  # of the axis: the names of the ranks, and a margin
+LEFT, RIGHT = 96, 14  # of the axis: the names of the ranks, and a margin
 FEW = 9  # so many messages have numbers, which the text can name
 BASE = "01"  # the stage with which each other one is compared
 

@@ -30,8 +30,7 @@ SAMPLE = ["zh/" * (i % 2) + f"{name}.html" for i, name in enumerate(WAY)]
 SAMPLE += ["zh/docs/claims.html", "01_single_gpu/train.py.html", "notebooks/03*.html"]
 WIDTHS = (390, 1400)  # of a phone and of a laptop, in pixels
 THEMES = {"light": "#ffffff", "dark": "#131416"}  # with the colors of their pages
-CONTRAST, IN_PICTURES = 4.5, 3.0  # of words with what lies behind them
-DRAWN = "[...document.querySelectorAll('pre.mermaid')].every((each) => each.querySelector('svg'))"
+CONTRAST = 4.5  # of words with what lies behind them
 STATE = "(it) => [...it.querySelectorAll('[aria-live], svg')].map((each) => each.outerHTML).join()"
 
 
@@ -93,7 +92,6 @@ class Visitor:
         self.address = address
         self.page.set_viewport_size({"width": width, "height": 900})
         self.page.goto(self.base + address)
-        self.page.wait_for_function(DRAWN)
         return self.page
 
     def ask(self, question: str, fault: str, *arguments: str | float) -> None:
@@ -122,7 +120,7 @@ class Visitor:
         for theme, ground in THEMES.items():
             self.page.emulate_media(color_scheme=theme)
             fault = f"has too little contrast on a {theme} page"
-            self.ask("faintInPicture", fault, ground, IN_PICTURES)
+            self.ask("faintInPicture", fault, ground, CONTRAST)
         self.page.emulate_media(color_scheme="light")
 
     def widgets(self, address: str) -> None:

@@ -41,9 +41,7 @@ html_theme_options = {
     },
 }
 templates_path = ["templates"]
-MERMAID = "../../.venv-site/node_modules/@mermaid-js/tiny"
-html_static_path = ["site.css", "site.js", f"{MERMAID}/dist/mermaid.tiny.js", f"{MERMAID}/LICENSE"]
-html_static_path += ["widgets"] * (HERE / "widgets").exists()
+html_static_path = ["site.css", "site.js"] + ["widgets"] * (HERE / "widgets").exists()
 html_favicon = "favicon.svg"
 html_css_files, html_js_files = ["site.css"], [("site.js", {"defer": ""})]
 pygments_style, pygments_dark_style = "a11y-high-contrast-light", "a11y-high-contrast-dark"

@@ -7,7 +7,6 @@ What the Chinese site and the search in Chinese need stands in chinese.py, and h
 pages in code_pages.py. Nothing is loaded from a network when a page is read.
 """
 
-import html
 import json
 import re
 from collections.abc import Iterator
@@ -80,13 +79,11 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
         untranslated = sections[1 + len(re.findall(r"^## ", text, re.M)) :]
         text = "\n".join([text, *untranslated])
     text = re.sub(SWITCH, "", text)
-    # Under a widget stands its picture, for GitHub, and a sentence that leads to this site.
-    text = re.sub(r"^(<!-- widget: \w+ -->\n\n!.+\n)\n.*`make serve`.*\n", r"\1", text, flags=re.M)
     source[0] = WIDGET.sub(r'<div class="widget" data-widget="\1"></div>', text)
 
 
 class AsOnGitHub(SphinxTransform):
-    """Anchors, links, diagrams, and the pages that hang below this one in the navigation."""
+    """Anchors, links, and the pages that hang below this one in the navigation."""
 
     default_priority = 750  # after MyST has given each heading its slug
 
@@ -96,10 +93,6 @@ class AsOnGitHub(SphinxTransform):
             if "refuri" in link and not re.match(r"\w+:|#", link["refuri"]):
                 self.resolve(link)
         self.link_english()
-        for fence in list(self.document.findall(nodes.literal_block)):
-            if fence.get("language") == "mermaid":
-                diagram = f'<pre class="mermaid">{html.escape(fence.astext())}</pre>'
-                fence.replace_self(nodes.raw("", diagram, format="html"))
         for caption, entries in self.below():
             names = [name for _, name in entries if name != "self"]
             tree = addnodes.toctree(parent=self.env.docname, includefiles=names, maxdepth=-1)
@@ -213,8 +206,6 @@ def context(app: Sphinx, pagename: str, _: str, values: dict[str, Any], doctree:
         said = app.builder.templates.environment.globals["gettext"]
         values["_"] = values["gettext"] = lambda text: CHINESE.get(text.strip()) or said(text)
     values["body"] = body = for_narrow_screens(values.get("body", ""))
-    if 'class="mermaid"' in body:
-        app.add_js_file("mermaid.tiny.js", loading_method="defer", priority=300)  # before site.js
     if widgets := sorted(set(re.findall(r'data-widget="(\w+)"', body))):
         app.add_css_file("widgets.css")
         for name in ["widgets", *widgets]:

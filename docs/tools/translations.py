@@ -37,9 +37,8 @@ def refreshed(english: str, chinese: str) -> str:
 
 
 def translated(english: str, chinese: str) -> str:
-    """A fence is copied; a measured table or a diagram keeps its words and gets the new numbers."""
-    fence = FENCE.match(english)
-    if fence and fence["language"] != "mermaid":
+    """A fence is copied; a measured table keeps its words and gets the new numbers."""
+    if FENCE.match(english):
         return english
     numbers = NUMBER.findall(english)
     if len(numbers) != len(NUMBER.findall(chinese)):

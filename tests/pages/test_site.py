@@ -51,6 +51,7 @@ faulty.html: has pictures that ignore the dark theme
 faulty.html: has too little contrast in the dark theme: wide
 faulty.html: has too little contrast in the dark theme: torchrun --standalone --standalone --sta
 _images/a.svg: has too little contrast on a light page: on a box
+_images/a.svg: has too little contrast on a light page: gray
 _images/a.svg: has too little contrast on a dark page: on a box
 _images/a.svg: has too little contrast on a dark page: black
 """

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torchvision
 
 import gradient_order
 import levels
@@ -20,11 +21,10 @@ from benchmarks.measure import sharding
 from helpers.on_ranks import run_on_ranks
 from local_ranks.chapters import ROOT
 
-# What breaks a widget for the control changes nothing here.
-gradients_of, parts_of = cache(gradient_order.gradients_of_classifier), cache(peak.parts_of)
+parts_of = cache(peak.parts_of)  # what breaks a widget for the control changes nothing here
 SOURCE = "".join(path.read_text() for path in sorted(ROOT.glob("docs/site/widgets/*.js"))[::-1])
 GRID = {
-    "model": ("resnet50", "vgg16"),
+    "model": ("resnet18", "resnet50", "vgg16"),
     "cap": (2**20, gradient_order.BUCKET_BYTES, 6e8),
     "gbit": (0.3, 25, 400),
 }
@@ -34,6 +34,15 @@ GRID |= {"latency": (0, 5e-5), "ranks": (2, 3, 64), "computing": (0.01, 0.4)}
 def node(function, calls, old, new):  # what it returns, with a piece of the source replaced
     run = f"JSON.stringify({json.dumps(calls)}.map((inputs) => widgets.{function}(...inputs)))"
     return json.loads(subprocess.check_output(["node", "-p", SOURCE.replace(old, new) + run]))
+
+
+@cache
+def gradients_of(model):
+    if model != "resnet18":
+        return gradient_order.gradients_of_classifier(model, 224)
+    with torch.device("meta"):  # as in docs/pictures/buckets.svg
+        small = torchvision.models.resnet18(num_classes=10)
+        return gradient_order.gradients_of(small, torch.empty(2, 3, 64, 64))
 
 
 def _trace_ring(rank, ranks):
@@ -68,7 +77,7 @@ def buckets(*change):
         model, cap, gbit, latency, ranks, s = call.values()
         first = 2**20 if cap == gradient_order.BUCKET_BYTES else cap
         with patch.multiple(gradient_order, BUCKET_BYTES=cap, FIRST_BYTES=first):
-            filled = gradient_order.fill_buckets(gradients_of(model, 224))
+            filled = gradient_order.fill_buckets(gradients_of(model))
         job = step_model.Job(s / 3, 2 * s / 3, 0.0, filled)
         link = step_model.Link(latency, gbit * 1e9 / 8)
         cost = partial(step_model.ring, world_size=ranks, link=link)
@@ -95,13 +104,18 @@ def saved_bytes(plan, samples, bf16):
 
 
 def memory(*change):
-    for name, optimizer in map(
-        str.split, ("net sgd", "net adam", "resnet18 adamw", "resnet50 momentum")
+    for name, pixels, optimizer in (
+        ("net", 28, "sgd"),
+        ("net", 28, "adam"),
+        ("resnet18", 64, "momentum"),
+        ("resnet18", 224, "adamw"),
+        ("resnet50", 224, "momentum"),
     ):
-        plan = peak.Plan(name, 28 if name == "net" else 224, optimizer, "cpu")
+        plan = peak.Plan(name, pixels, optimizer, "cpu")
         *fixed, sample = parts_of(plan).values()
         full, few, one = (saved_bytes(plan, *a) for a in ((0, False), (0, True), (1, True)))
-        fp32 = {"network": name, "optimizer": optimizer, "batch": 30, "parallel": "ddp"}
+        fp32 = {"network": f"{name}, {pixels} × {pixels}", "optimizer": optimizer}
+        fp32 |= {"batch": 30, "parallel": "ddp"}
         answer = node("memory.memory", [[fp32], [fp32 | {"precision": "bf16"}]], *change)
         # As many bytes in buckets as in gradients.
         assert [*answer[0].values()] == [*fixed, fixed[2], 0, 30 * sample]

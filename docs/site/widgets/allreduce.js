@@ -84,18 +84,21 @@
   }
 
   widgets.builders.allreduce = (div) => {
-    const { add, say, slider, choice, button, picture, sentence, note, table, number } = widgets.page;
+    const { add, say, slider, choice, button, picture, sentence, intro, note, table, number } = widgets.page;
+    intro(div, "Two ranks swap their gradients. What do four do? In a ring, each sends to its neighbor only, " +
+      "one chunk after the other: press Next. Then try one-shot, and compare the table.",
+      "两个 rank 互相交换梯度就行。四个怎么办？环形方式里，每个 rank 只发给下一个，一次一块：请按“下一步”。然后试试一步方式，比较下表。");
     let step = 0;
     const go = (place) => [(step = place), draw()];
     const ways = {
-      "one-shot": say("one-shot", "一步 (one-shot)"),
       ring: say("ring", "环形 (ring)"),
+      "one-shot": say("one-shot", "一步 (one-shot)"),
       "reduce-scatter": "reduce-scatter",
       "all-gather": "all-gather",
     };
     const way = choice(div, say("way", "方式"), ways, () => go(0));
     const counts = [2, 3, 4, 5, 6, 7, 8];
-    const ranks = slider(div, say("ranks", "rank 数"), counts, 2, String, () => go(0));
+    const ranks = slider(div, say("ranks", "rank 数"), counts, 4, String, () => go(0));
     const bar = add(div, "div", { class: "widget-buttons" });
     const last = () => simulate(ranks(), way()).length - 1;
     const back = button(bar, "back", say("Back", "上一步"), () => go(Math.max(0, step - 1)));
@@ -104,11 +107,12 @@
     const told = sentence(div);
     const figure = add(div, "div", { class: "widget-ring" });
     const numbers = add(div, "table");
-    note(div, "Each square is a rank: a column for each chunk, a row for each rank. A filled cell: this " +
-      "rank is in the sum. Blue: the sum is complete. The number at an arrow is the chunk. " +
-      `Table: steps, messages of all ranks, and what each rank sends of its ${BYTES / 1e6} MB.`,
-      "每个方块是一个 rank：每列是一个块 (chunk)，每行是一个 rank。格子填色，表示和中已含这个 rank；蓝色表示和已完整。" +
-      `箭头旁的数字是块的编号。表：步数、所有 rank 的消息数、每个 rank 的发送量（张量 ${BYTES / 1e6} MB）。`);
+    note(div, "Each square is what one rank holds: its gradient, cut into chunks from left to right. A chunk is " +
+      "a sum: from top to bottom, a filled cell says that the gradient of rank 0, 1, 2 and so on is in it. " +
+      "Blue: all are in it. The number at an arrow is the chunk that is sent, from 0 on. " +
+      `Table: steps, messages of all ranks together, and what each rank sends, if a gradient has ${BYTES / 1e6} MB.`,
+      "每个方块是一个 rank 的内容：它的梯度，从左到右切成若干块 (chunk)。每一块是一个和：从上到下，格子填色表示 rank 0、1、2 等的梯度已经加进去；" +
+      `蓝色表示全部加进去了。箭头旁的数字是所发送的块，从 0 开始。表：步数、所有 rank 的消息总数、每个 rank 的发送量（梯度为 ${BYTES / 1e6} MB 时）。`);
 
     function tell(n, { sends }) {
       if (step === 0 && way() === "all-gather") {

@@ -14,6 +14,18 @@
   const linear = (from, to) => conv(from, to, 1, 1, [to]);
 
   const models = {
+    resnet18() { // of stage 04: 64 × 64 pixels, 10 classes
+      const layers = both(3, 64, 7, 32);
+      let from = 64;
+      for (const stage of [0, 1, 2, 3]) {
+        const [width, side] = [64 * 2 ** stage, 16 / 2 ** stage];
+        layers.push(...both(from, width, 3, side), ...both(width, width, 3, side));
+        if (stage) layers.push(...both(from, width, 1, side));
+        layers.push(...both(width, width, 3, side), ...both(width, width, 3, side));
+        from = width;
+      }
+      return [...layers, linear(512, 10)];
+    },
     resnet50() {
       const layers = both(3, 64, 7, 112);
       let from = 64;
@@ -90,20 +102,26 @@
   const CAPS = [1, 2, 5, 10, 25, 50, 75, 100, 200, 600]; // MiB
 
   widgets.builders.buckets = (div) => {
-    const { add, say, slider, choice, picture, sentence, note, rect, text, number } = widgets.page;
-    const model = choice(div, say("model", "模型"), { resnet50: "ResNet-50", vgg16: "VGG-16" }, () => draw());
+    const { add, say, slider, choice, picture, sentence, intro, note, rect, text, number } = widgets.page;
+    intro(div, "One step of the same ResNet-18, on two ranks about as fast as our cores. The second bucket still " +
+      "fills while the first is sent. Make the link slower, or the buckets smaller: what is still sent when backward has ended?",
+      "同一个 ResNet-18 的一步，两个 rank，速度与我们的核心相近。第一个桶正在发送时，第二个还在装。把链路调慢，或者把桶调小：反向传播结束时，还有哪些没有发完？");
+    const names = { resnet18: "ResNet-18", resnet50: "ResNet-50", vgg16: "VGG-16" };
+    const model = choice(div, say("model", "模型"), names, () => draw());
     const range = (label, stops, first, unit) =>
       slider(div, label, stops, first, (value) => `${value} ${unit}`, () => draw());
     const cap = range(say("bucket size", "梯度桶大小"), CAPS, 25, "MiB");
-    const gbit = range(say("link speed", "链路速率"), [0.3, 1, 2, 5, 10, 25, 50, 100, 400], 25, "Gbit/s");
+    const gbit = range(say("link speed", "链路速率"), [0.3, 1, 2, 5, 10, 25, 50, 100, 400], 5, "Gbit/s");
     const latency = range(say("latency of a message", "消息延迟"), [1, 5, 14, 50, 100, 500], 50, "µs");
-    const ranks = range(say("ranks", "rank 数"), [2, 3, 4, 8, 12, 16, 24, 32, 64], 16, "");
-    const computing = range(say("one GPU computes", "单 GPU 计算"), [10, 20, 45, 90, 200, 415], 45, "ms");
+    const ranks = range(say("ranks", "rank 数"), [2, 3, 4, 8, 12, 16, 24, 32, 64], 2, "");
+    const computing = range(say("one rank computes", "一个 rank 计算"), [10, 20, 45, 90, 200, 415], 200, "ms");
     const told = sentence(div);
     const figure = add(div, "div");
-    note(div, "Above: one step, and numbered buckets. Below: steps with other bucket sizes. The line is " +
-      "computing alone. With 25 MiB, DDP's default, the first bucket closes at 1 MiB.",
-      "上图是一个训练步，桶有编号。下图是其他桶大小的步时间，横线是只计算的时间。25 MiB 是 DDP 的默认值，这时第一个桶到 1 MiB 就关闭。");
+    note(div, "Above: one step, with the number of each bucket where backward fills it and where it is sent. " +
+      "Below: how long the step takes with other bucket sizes; the line is computing alone. With 25 MiB, DDP's " +
+      "default, the first bucket is full at 1 MiB. A forecast from multiplications, bytes and the link, not a measurement.",
+      "上图是一步训练：数字是桶的编号，标在反向传播装桶处和发送处。下图是其他桶大小时一步的时间，横线是只计算的时间。" +
+      "25 MiB 是 DDP 的默认值，这时第一个桶到 1 MiB 就装满。这是由乘法次数、字节数和链路算出的预测，不是测量。");
 
     function draw() {
       const inputs = { model: model(), gbit: gbit(), latency: latency() / 1e6, ranks: ranks() };
@@ -129,7 +147,7 @@
       ];
       spans.forEach(([ready, begin, end], i) => {
         const [kind, start] = [i % 2 ? "odd" : "even", i ? spans[i - 1][0] : backwardEnd / 3];
-        shapes.push(block(kind, 20, start, ready, i), block(`sent-${kind}`, 76, begin, end, i));
+        shapes.push(block(kind, 20, start, ready, i + 1), block(`sent-${kind}`, 76, begin, end, i + 1));
       });
       const all = CAPS.map((mib) => stepOf(mib).seconds);
       const [scale, wide] = [70 / Math.max(...all), 100 / CAPS.length];

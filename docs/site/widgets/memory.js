@@ -7,19 +7,20 @@
   // Counted by peak.py's parts_of, for 10 classes: the bytes of parameters, of buffers, and of the
   // activations of one sample. Under bf16 autocast: activations,
   // and the 16-bit copies of weights that backward keeps. tests/pages/test_widgets.py counts them again.
-  const network = (image, parameters, buffers, sample, sample16, copies16) =>
-    ({ image, parameters, buffers, sample, sample16, copies16 });
+  const network = (parameters, buffers, sample, sample16, copies16) =>
+    ({ parameters, buffers, sample, sample16, copies16 });
   const NETWORKS = {
-    net: network(28, 89360, 0, 59416, 36772, 44500),
-    resnet18: network(224, 44726568, 38560, 22179888, 11892784, 22344064),
-    resnet50: network(224, 94114088, 212904, 85909552, 43757616, 46950784),
+    "resnet18, 64 × 64": network(44726568, 38560, 1812528, 971824, 22344064), // as in stage 03
+    "net, 28 × 28": network(89360, 0, 59416, 36772, 44500),
+    "resnet18, 224 × 224": network(44726568, 38560, 22179888, 11892784, 22344064),
+    "resnet50, 224 × 224": network(94114088, 212904, 85909552, 43757616, 46950784),
   };
   const STATES = { sgd: 0, momentum: 1, adam: 2, adamw: 2 }; // of the size of the parameters
   const BUCKETS = { one: 0, ddp: 1, views: 0 }; // of the size of the gradients
 
   // A model of your own: each 16-bit activation is half as large, and all weights are copied.
   const own = (parameters, mib) =>
-    network(0, 4 * parameters, 0, mib * MIB, (mib * MIB) / 2, 2 * parameters);
+    network(4 * parameters, 0, mib * MIB, (mib * MIB) / 2, 2 * parameters);
 
   // network: one of the names above, or a model of your own.
   function memory({ network, optimizer, precision, parallel, batch }) {
@@ -51,10 +52,11 @@
   const SAMPLES = [1, 3, 10, 30, 80, 200, 500, 1000, 3000, 10000]; // MiB
 
   widgets.builders.memory = (div) => {
-    const { add, say, slider, choice, picture, sentence, note, rect, text, table, number } = widgets.page;
+    const { add, say, slider, choice, picture, sentence, intro, note, rect, text, table, number } = widgets.page;
+    intro(div, "The same ResNet-18, with numbers to change. Double the batch: what grows, and what does not?",
+      "同一个 ResNet-18，数字可以改动。把批大小加倍：什么变大了，什么没有变？");
     const redraw = () => draw();
-    const size = ([name, { image }]) => [name, `${name}, ${image} × ${image}`];
-    const names = Object.fromEntries(Object.entries(NETWORKS).map(size).reverse());
+    const names = Object.fromEntries(Object.keys(NETWORKS).map((name) => [name, name]));
     names.own = say("your own", "你自己的模型");
     const network = choice(div, say("network", "网络"), names, redraw);
     const mine = add(div, "div");
@@ -65,13 +67,13 @@
     const kept = range(mine, say("activations per sample", "每个样本的激活值"), SAMPLES, 80, "MiB");
     const optimizers = { momentum: "SGD, momentum", sgd: "SGD", adam: "Adam", adamw: "AdamW" };
     const optimizer = choice(div, say("optimizer", "优化器"), optimizers, redraw);
-    const precisions = { fp32: "fp32", bf16: "bf16 autocast" };
+    const precisions = { fp32: "fp32", bf16: say("bf16 autocast (stage 05)", "bf16 autocast（阶段 05）") };
     const precision = choice(div, say("precision", "精度"), precisions, redraw);
-    const views = "DDP, gradient_as_bucket_view";
-    const ways = { one: say("one process", "单进程"), ddp: "DDP", views };
+    const views = say("DDP, gradient_as_bucket_view", "DDP，gradient_as_bucket_view");
+    const ways = { one: say("one process", "单进程"), ddp: say("a rank of DDP (stage 04)", "DDP 的一个 rank（阶段 04）"), views };
     const parallel = choice(div, say("runs as", "运行方式"), ways, redraw);
-    const batch = range(div, say("batch on this GPU", "本 GPU 的批大小"), BATCHES, 120, "");
-    const limit = range(div, say("memory of the GPU", "GPU 显存"), LIMITS, 8, "GiB");
+    const batch = range(div, say("batch on this GPU", "本 GPU 的批大小"), BATCHES, 64, "");
+    const limit = range(div, say("memory of the GPU", "GPU 显存"), LIMITS, 1, "GiB");
     const told = sentence(div);
     const figure = add(div, "div");
     const numbers = add(div, "table");
@@ -84,7 +86,7 @@
       buffers: say("buffers", "缓冲区"),
       gradients: say("gradients", "梯度"),
       optimizer: say("optimizer state", "优化器状态"),
-      buckets: say("buckets of DDP", "DDP 的梯度桶"),
+      buckets: say("gradients once more, in DDP's buckets", "DDP 桶里的另一份梯度"),
       copies: say("16-bit copies of weights", "权重的 16 位副本"),
       activations: say("activations", "激活值"),
     };

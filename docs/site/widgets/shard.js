@@ -35,7 +35,9 @@
   widgets.shard = { moments, together, LEVELS };
 
   widgets.builders.shard = (div) => {
-    const { add, say, slider, choice, button, picture, sentence, note, rect, text, table, number } = widgets.page;
+    const { add, say, slider, choice, button, picture, sentence, intro, note, rect, text, table, number } = widgets.page;
+    intro(div, "One training step of four ranks, moment by moment: what each holds, and what it has sent. Press Next.",
+      "四个 rank 的一步训练，逐个时刻来看：每个 rank 有什么，发送了多少。请按“下一步”。");
     let step = 0;
     const go = (place) => [(step = place), draw()];
     const ways = { none: "DDP", optimizer: "ZeRO-1", gradients: "ZeRO-2", parameters: "FSDP (ZeRO-3)" };

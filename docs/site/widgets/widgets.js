@@ -60,6 +60,10 @@ globalThis.widgets = { builders: {} };
       return made;
     },
 
+    // What the widget shows, and what to try first. The picture above it is on GitHub, too.
+    intro: (parent, english, chinese) =>
+      add(parent, "p", { class: "widget-intro" }, widgets.page.say(english, chinese)),
+
     // The sentence below the controls: read aloud when it changes.
     sentence: (parent) => add(parent, "p", { "aria-live": "polite", class: "widget-sentence" }),
 
