@@ -1,4 +1,5 @@
-# Begin with `make tour`; `make help` lists all commands. The first one that needs .venv sets it up.
+# Begin with `make tour`; `make help` lists all commands. The first one that needs .venv sets it up,
+# and the first one that checks adds what only checks need.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,7 +17,7 @@ TYPED += $(wildcard packages/*/src/*/*.py packages/*/evidence/*.py packages/*/ev
 TYPED += $(wildcard $(addprefix packages/prove/src/prove/,checks/*.py judge/*.py watch/*.py))
 TYPED := $(filter-out %/train.py %/minimal.py, $(TYPED))
 
-.PHONY: help tour test test-course test-prove test-shm format lint break puzzle bench
+.PHONY: help tour test test-course test-prove test-shm format lint break gap puzzle bench
 .PHONY: gpu pictures notebooks bench-all faults shm-suite pages-quick pages site serve clean
 
 help:  ## this list
@@ -25,23 +26,23 @@ help:  ## this list
 tour: $(VENV)/ready  ## run the five stages in order and compare them; FLAGS="--ranks 3" changes it
 	$(RUN) benchmarks/tour.py $(FLAGS)
 
-test: $(VENV)/ready  ## all tests; FLAGS="-k tour" runs some of them
+test: $(VENV)/checks-ready  ## all tests; FLAGS="-k tour" runs some of them
 	$(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(FLAGS)
 
-test-course: $(VENV)/ready  ## the tests of the course, the roads and the workshop, without the two packages
+test-course: $(VENV)/checks-ready  ## the tests of the course, the roads and the workshop, without the two packages
 	$(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests $(FLAGS)
 
-test-prove: $(VENV)/ready  ## the tests of packages/prove alone
+test-prove: $(VENV)/checks-ready  ## the tests of packages/prove alone
 	cd packages/prove && $(CURDIR)/$(RUN) -m pytest -n $(JOBS) $(FLAGS)
 
-test-shm: $(VENV)/ready  ## the tests of packages/shm alone
+test-shm: $(VENV)/checks-ready  ## the tests of packages/shm alone
 	cd packages/shm && $(CURDIR)/$(RUN) -m pytest -n $(JOBS) --dist loadfile $(FLAGS)
 
-format: $(VENV)/ready  ## format all Python files, and mend what ruff can mend by itself
+format: $(VENV)/checks-ready  ## format all Python files, and mend what ruff can mend by itself
 	$(RUN) -m ruff format .
 	$(RUN) -m ruff check --fix .
 
-lint: $(VENV)/ready  ## check style, types and shell scripts: a minute
+lint: $(VENV)/checks-ready  ## check style, types and shell scripts: a minute
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	@$(foreach stage,$(STAGES),echo "mypy, with $(stage)train.py" && \
@@ -50,6 +51,9 @@ lint: $(VENV)/ready  ## check style, types and shell scripts: a minute
 
 break: $(VENV)/ready  ## try a row of a "Break it" table: STAGE=04 ROW=2; without ROW, list the rows
 	@PYTHONPATH=tests:docs/tools $(RUN) tests/pages/break_it.py $(STAGE) $(ROW)
+
+gap: $(VENV)/ready  ## write the missing lines of a script, and have them judged: N=1; HINT=1 shows prove's table
+	@$(RUN) beyond/puzzles/check_answer.py $(N:%=gap%) $(if $(HINT),--hint) $(if $(SHOW),--show)
 
 puzzle: $(VENV)/ready  ## find the mistake in a script, and have it judged: N=3; HINT=1 shows prove's table
 	@$(RUN) beyond/puzzles/check_answer.py $(N) $(if $(HINT),--hint) $(if $(SHOW),--show)
@@ -81,7 +85,7 @@ faults: $(VENV)/ready  ## inject 460 faults into real runs, half an hour or more
 	PYTHONPATH=tests $(RUN) tests/beyond/inject_faults.py --faults 100 --kinds pauses --jobs 10
 	PYTHONPATH=tests $(RUN) tests/stages/kill_template.py
 
-shm-suite: $(VENV)/ready  ## torch's own tests for backends, over gloo and shm: packages/shm/tests/torch_suite.json
+shm-suite: $(VENV)/checks-ready  ## torch's own tests for backends, over gloo and shm: packages/shm/tests/torch_suite.json
 	$(RUN) packages/shm/tests/torch_suite.py
 
 pages-quick: $(VENV)/ready  ## write diffs, quoted code, tables and the puzzles' answers into the pages, the Chinese ones too
@@ -102,6 +106,10 @@ $(VENV)/ready: requirements.txt pyproject.toml $(wildcard packages/*/pyproject.t
 	  { echo "error: $(PYTHON) has no venv: on Debian and Ubuntu, apt install python3-venv" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --disable-pip-version-check -r requirements.txt
+	touch $@
+
+$(VENV)/checks-ready: $(VENV)/ready pyproject.toml
+	$(RUN) -m pip install --disable-pip-version-check -e '.[checks]'
 	touch $@
 
 _site/ready: $(SITE)/ready $(shell find * \( -name _site -o -name runs -o -name data \) -prune \

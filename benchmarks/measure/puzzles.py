@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import check_answer
+import judge_answer
 from benchmarks.measure.sections import section
 from benchmarks.measure.timing import Effort
 from benchmarks.result_files import Results
@@ -15,17 +15,17 @@ def cost_of(puzzle: Any, seeds: int) -> Results:
     runs: Results = {"with": [], "without": []}
     for kind, source in (("with", puzzle.story.script), ("without", puzzle.story.cure)):
         for seed in range(seeds):
-            trace = check_answer.run(source, 2, in_float64=False, seed=seed)[0]
+            trace = judge_answer.run(source, 2, in_float64=False, seed=seed)[0]
             runs[kind].append(round(float(trace.result), 6))
-    answer = check_answer.prove_answer(puzzle.story.script)
-    for verdict in (check_answer.WRONG, check_answer.WARNING):
+    answer = judge_answer.prove_answer(puzzle.story.script)
+    for verdict in (judge_answer.WRONG, judge_answer.WARNING):
         runs[verdict] = sorted({*answer.checks(verdict)})
-    print(puzzle.number, puzzle.style, flush=True)
+    print(puzzle.name, puzzle.style, flush=True)
     return runs
 
 
 @section("puzzles")
 def measure_puzzles(effort: Effort) -> Results:
-    known = check_answer.PUZZLES
+    known = judge_answer.MISTAKES
     seeds, puzzles = (1, known[:1]) if effort.quick else (SEEDS, known)
-    return {"puzzles": {str(puzzle.number): cost_of(puzzle, seeds) for puzzle in puzzles}}
+    return {"puzzles": {puzzle.name: cost_of(puzzle, seeds) for puzzle in puzzles}}

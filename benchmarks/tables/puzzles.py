@@ -1,18 +1,22 @@
-"""The list of the puzzles, and their answers: what each mistake is, who sees it, what it cost."""
+"""The lists of the puzzles, and their answers: what each mistake is, who sees it, what it cost."""
 
+import os
 from pathlib import Path
-from typing import Any
 
 from benchmarks.result_files import Results
 from benchmarks.tables.pages import table
-from check_answer import COST, PUZZLES, cost
+from judge_answer import COST, MISTAKES, PUZZLES, Puzzle, cost
 from local_ranks.chapters import ROOT
 
-TO_ROOT = Path("..", "..")  # from the page
-MISTAKES = TO_ROOT / "packages" / "prove" / "evidence" / "mistakes"
+PAGE = ROOT / "beyond" / "puzzles"  # the folder of the pages that hold these tables
+GAPS = [puzzle for puzzle in PUZZLES.values() if puzzle.is_gap]
 
 
-def found_by(puzzle: Any, runs: dict) -> str:
+def path_to(target: Path) -> str:
+    return os.path.relpath(target, PAGE)
+
+
+def found_by(puzzle: Puzzle, runs: dict) -> str:
     if runs["WRONG"]:
         return f"In prove's table: WRONG {', '.join(runs['WRONG'])}."
     if puzzle.rows:
@@ -20,7 +24,7 @@ def found_by(puzzle: Any, runs: dict) -> str:
     return f"In prove's table: nothing. {puzzle.why_unseen}"
 
 
-def answer(puzzle: Any, runs: dict) -> str:
+def answer(puzzle: Puzzle, runs: dict) -> str:
     story = puzzle.story
     change = "".join(story.diff.splitlines(keepends=True)[2:])  # without names of files
     repository, _, number = story.report.removeprefix("https://github.com/").rsplit("/", 2)
@@ -32,7 +36,7 @@ def answer(puzzle: Any, runs: dict) -> str:
 
 What it cost: {cost(puzzle)}. Reported in [{repository}#{number}]({story.report}).
 
-<!-- part of: {MISTAKES}/{story.name}/cure.diff -->
+<!-- part of: {path_to(story.home / story.name / "cure.diff")} -->
 ```{"diff"}
 {change}```
 
@@ -40,27 +44,40 @@ What it cost: {cost(puzzle)}. Reported in [{repository}#{number}]({story.report}
 """
 
 
-@table("puzzles", "puzzles")
-def puzzles(results: Results) -> str:
-    rows = "".join(
-        f"| {p.number} | [{p.style}]({MISTAKES}/{p.story.name}/train.py) | {p.purpose} "
-        f"| [{title(TO_ROOT / p.belongs_to)}]({TO_ROOT / p.belongs_to}) |\n"
-        for p in PUZZLES
+def rows(puzzles: list[Puzzle]) -> str:
+    return "".join(
+        f"| {p.number} | [{p.style}]({path_to(p.story.home / p.story.name / 'train.py')}). "
+        f"{p.purpose} | [{title(ROOT / p.belongs_to)}]({path_to(ROOT / p.belongs_to)}) |\n"
+        for p in puzzles
     )
+
+
+@table("gaps", "puzzles")
+def gaps(_: Results) -> str:
+    return f"""\
+| N | script | after |
+|---|---|---|
+{rows(GAPS).rstrip()}"""
+
+
+@table("puzzles", "puzzles")
+def puzzles(_: Results) -> str:
+    return f"""\
+| N | script | what you need to know |
+|---|---|---|
+{rows(MISTAKES).rstrip()}"""
+
+
+@table("answers", "puzzles")
+def answers(results: Results) -> str:
     runs = results["puzzles"]  # of all puzzles, or in a quick run of the first
     seeds = len(runs["1"]["with"])
-    costs = TO_ROOT / COST.relative_to(ROOT)
-    measured = [p for p in PUZZLES if str(p.number) in runs]
-    answers = "".join(answer(p, runs[str(p.number)]) for p in measured)
+    measured = [p for p in MISTAKES if p.name in runs]
+    text = "".join(answer(p, runs[p.name]) for p in measured)
     return f"""\
-| N | script | what it does | what you need to know |
-|---|---|---|---|
-{rows}
-## Answers
-
 Each cost is the mean of {seeds} seeds on two ranks, in the precision that the script has \
-([all of them]({costs})).
-{answers.rstrip()}"""
+([all of them]({path_to(COST)})).
+{text.rstrip()}"""
 
 
 def title(page: Path) -> str:

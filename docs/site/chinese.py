@@ -50,7 +50,7 @@ LABELS = {  # what pages are called in the sidebar of the Chinese site
     "notebooks/05_find_the_mistake": "笔记本 05 · 找出错误（英文）",
     "docs/troubleshooting": "故障排除",
     "docs/glossary": "术语表",
-    "docs/two_gpus": "用一小时的两个 GPU（英文）",
+    "docs/two_gpus": "两个 GPU 的一小时（英文）",
     "docs/teaching": "给教师（英文）",
     "benchmarks/index": "测量（英文）",
     "benchmarks/tour": "逐行解释全程运行（英文）",

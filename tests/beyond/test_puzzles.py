@@ -1,4 +1,4 @@
-"""Find the mistake: each answer is called right, whatever is no answer is refused, and why."""
+"""Find the mistake, fill the gap: each answer is called right, others are refused, and why."""
 
 import json
 import os
@@ -9,7 +9,8 @@ from statistics import mean, stdev
 
 import pytest
 
-import check_answer
+import grade_class
+import judge_answer
 from helpers.scripts import run_script
 from local_ranks.chapters import ROOT
 from local_ranks.machine import (
@@ -21,7 +22,8 @@ from local_ranks.machine import (
 from local_ranks.ranks import PROCESS_DEFAULTS
 from local_ranks.stage_files import replace_once
 
-PUZZLES = {puzzle.number: puzzle for puzzle in check_answer.PUZZLES}
+PUZZLES = {puzzle.number: puzzle for puzzle in judge_answer.MISTAKES}
+GAPS = {name: puzzle for name, puzzle in judge_answer.PUZZLES.items() if puzzle.is_gap}
 each_puzzle = pytest.mark.parametrize("number", PUZZLES)
 
 STEP = re.compile(r"^( +)[\w.]*(?:step|scaler\.update)\(.*\)$", re.M)
@@ -86,7 +88,7 @@ def wrong_answers(puzzle) -> dict[str, str]:
     return wrong
 
 
-def _judge(number: int, sources: dict[str, str], file: Path) -> None:
+def _judge(puzzle: judge_answer.Puzzle, sources: dict[str, str], file: Path) -> None:
     """Judge answers to a puzzle in a fork that has imported torch; its ranks are forks of it."""
     use_default_start_method()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -95,18 +97,19 @@ def _judge(number: int, sources: dict[str, str], file: Path) -> None:
         os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
     verdicts = {}
     for name, source in sources.items():
-        verdicts[name] = check_answer.judge(PUZZLES[number], source)
+        judge_answer.Story.diff = None  # a class may get the puzzles without the answers
+        verdicts[name] = judge_answer.judge(puzzle, source)
     file.write_text(json.dumps(verdicts))
 
 
-def verdicts(number: int, sources: dict[str, str]) -> dict[str, tuple[bool, str]]:
+def verdicts(puzzle: judge_answer.Puzzle, sources: dict[str, str]) -> dict[str, tuple[bool, str]]:
     file = scratch_folder() / "verdicts.json"
-    process = PROCESS_DEFAULTS.context().Process(target=_judge, args=(number, sources, file))
+    process = PROCESS_DEFAULTS.context().Process(target=_judge, args=(puzzle, sources, file))
     process.start()
     process.join(timeout_under_load(5 * SECONDS))
     if process.is_alive():
         process.terminate()
-        raise TimeoutError(number)
+        raise TimeoutError(puzzle.name)
     return json.loads(file.read_text())
 
 
@@ -116,7 +119,7 @@ def test_the_answer_is_right_and_others_are_refused(number):
     sources = {"ours": puzzle.story.cure, **wrong_answers(puzzle)}
     if number in OTHER_ANSWERS:
         sources["other"] = replace_once(puzzle.story.script, *OTHER_ANSWERS[number])
-    said = verdicts(number, sources)
+    said = verdicts(puzzle, sources)
     right = {name for name, (is_right, _) in said.items() if is_right}
     assert right == {"ours", "other"} & {*sources}, said
     if "emptied" in said:
@@ -131,11 +134,9 @@ def test_the_answer_is_right_and_others_are_refused(number):
 def test_a_script_is_short_and_its_report_public(number):
     puzzle = PUZZLES[number]
     assert 40 <= len(puzzle.story.script.splitlines()) <= 60
-    assert (
-        check_answer.changed_lines(puzzle.story.script, puzzle.story.cure)
-        <= check_answer.MOST_LINES // 2
-    )
-    reported = check_answer.stories("reported-50", "reported-20")
+    changed = judge_answer.changed_lines(puzzle.story.script, puzzle.story.cure)
+    assert changed <= judge_answer.MOST_LINES // 2
+    reported = judge_answer.stories("reported-50", "reported-20")
     assert puzzle.story.report in {story.report for story in reported}
 
 
@@ -160,6 +161,155 @@ def test_the_section_that_a_puzzle_names_teaches_what_it_needs(number):
     assert TAUGHT[number] in sections[anchor]
 
 
+# What may stand in a gap, and what is said of it.
+
+BY_PARAMETER = """\
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+"""
+FLAT = """\
+    gradients = [parameter.grad for parameter in model.parameters()]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients])):
+        gradient.copy_(part.view_as(gradient))
+"""
+BUCKETED = """\
+    bucket, numbers = [], 0
+    for parameter in reversed(list(model.parameters())):
+        bucket.append(parameter.grad)
+        numbers += parameter.grad.numel()
+        if numbers >= 49 or parameter is next(model.parameters()):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
+            for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket])):
+                gradient.copy_(part.view_as(gradient))
+            bucket, numbers = [], 0
+"""
+OF_A_COPY = """\
+    for parameter in model.parameters():
+        mean = parameter.grad / dist.get_world_size()
+        dist.all_reduce(mean)
+"""
+CLIP = "    nn.utils.clip_grad_norm_(ddp.parameters(), MAX_NORM)\n"
+UNSCALE = "    scaler.unscale_(optimizer)\n"
+ON_ONE_RANK = f"    if dist.get_rank() == 0:\n{BY_PARAMETER.replace('    ', '        ')}"
+
+RIGHT = {  # changes of our answer that leave it right, and words of the verdict
+    ("gap1", "by parameter"): ([], "sends 4 messages"),
+    ("gap1", "flat"): ([(BY_PARAMETER, FLAT)], "sends 1 message, as few as can be"),
+    ("gap1", "bucketed"): ([(BY_PARAMETER, BUCKETED)], "sends 2 messages"),
+    ("gap2", "in turn"): ([], "each sample once"),
+    ("gap2", "in blocks"): (
+        [("[rank::world_size]", "[rank * 320 // world_size : (rank + 1) * 320 // world_size]")],
+        "each sample once",
+    ),
+    ("gap3", "ours"): ([], "one model"),
+    ("gap4", "ours"): ([], "scaled back"),
+}
+WRONG = {  # changes that make it wrong, and the first thing that differs
+    ("gap1", "sum"): (
+        [("        parameter.grad /= dist.get_world_size()\n", "")],
+        "two ranks do not compute .+2 times as long: a sum in place of the mean",
+    ),
+    ("gap1", "mean of a copy"): (
+        [(BY_PARAMETER, OF_A_COPY)],
+        "do not train one model: after step 1",
+    ),
+    ("gap1", "one rank"): ([(BY_PARAMETER, ON_ONE_RANK)], "a rank is left alone"),
+    ("gap1", "two in place of the world size"): (
+        [("/= dist.get_world_size()", "/= 2")],
+        "one rank alone no longer .+0.5 times as long",
+    ),
+    ("gap2", "one order"): ([("seed(epoch)", "seed(0)")], "epochs 1 and 2 have the same order"),
+    ("gap2", "overlap"): ([("seed(epoch)", "seed(epoch + rank)")], "in epoch 1, .+ come again"),
+    ("gap2", "all of it"): ([("order[rank::world_size]", "order")], "160 steps, where one .+ 80"),
+    ("gap3", "model called"): ([("ddp(points)", "model(points)")], "do not train one model"),
+    ("gap3", "epoch not heard"): (
+        [("        sampler.set_epoch(epoch)\n", "")],
+        "epochs 1 and 2 have the same order",
+    ),
+    ("gap3", "no sampler"): ([("sampler=sampler", "shuffle=True")], "160 steps, where one .+ 80"),
+    ("gap4", "clipped first"): (
+        [(f"{UNSCALE}{CLIP}", f"{CLIP}{UNSCALE}")],
+        "one rank alone no longer computes",
+    ),
+    ("gap4", "no update"): ([("    scaler.update()\n", "")], "the script fails: RuntimeError"),
+    ("gap4", "overflow not skipped"): (
+        [("scaler.step(optimizer)", "optimizer.step()")],
+        "fp16 to nan: does the step happen even if",
+    ),
+    ("gap4", "bf16"): ([("torch.float16", "torch.bfloat16")], "forward computes in torch.bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", GAPS)
+def test_a_gap_is_filled_in_several_ways_and_the_first_difference_is_said(name):
+    puzzle = GAPS[name]
+    changed = {case: changes for case, (changes, _) in (RIGHT | WRONG).items() if case[0] == name}
+    sources = {case: replace_once(puzzle.story.cure, *changed[case]) for case in changed}
+    said = verdicts(
+        puzzle, {"gap": puzzle.story.script, **{case[1]: sources[case] for case in sources}}
+    )
+    assert not said["gap"][0], "as it is handed out"
+    for cases, is_right in ((RIGHT, True), (WRONG, False)):
+        for case in cases.keys() & changed.keys():
+            assert said[case[1]][0] == is_right, (case, said)
+            assert re.search(cases[case][1], said[case[1]][1]), (case, said)
+
+
+def test_a_class_is_judged_and_nothing_runs_on(tmp_path):
+    anna, bob = tmp_path / "anna", tmp_path / "bob"
+    for student in (anna, bob):
+        [(status, _)] = run_script("beyond/puzzles/check_answer.py", "gap1", f"--folder={student}")
+        assert status == 0
+    (anna / "gap1" / "train.py").write_text(GAPS["gap1"].story.cure)
+    [(status, _)] = run_script("beyond/puzzles/check_answer.py", "gap1", f"--folder={anna}")
+    assert status == 0
+    endless = ["import subprocess", "def main():", "    open('started', 'w')"]
+    endless += ["    subprocess.Popen(['sleep', '987'], start_new_session=True)", "    return 1.0"]
+    (bob / "gap1" / "train.py").write_text("\n".join(endless))
+    (bob / "02").mkdir()
+    folders = ["--folder", str(anna), str(bob)]
+    [(status, output)] = run_script("beyond/puzzles/check_answer.py", *folders)
+    assert status == 0
+    assert re.search(r"^anna +gap1 +right +0 +Two ranks train .+ 4 messages", output, re.M), output
+    assert re.search(r"^bob +2 +not yet +\S*02/train.py is gone", output, re.M), output
+    assert re.search(
+        r"^bob +gap1 +not yet +one rank alone no longer .+ 0 optimizer steps, expected 80",
+        output,
+        re.M,
+    ), output
+    assert re.findall(r"^(\w+) +(\d of \d) right$", output, re.M) == [
+        ("anna", "1 of 1"),
+        ("bob", "0 of 2"),
+    ]
+    commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline")]
+    assert not any(b"sleep\x00987" in command for command in commands)
+
+
+def _judge_apart(copy: Path, file: Path) -> None:
+    """In a fork of its own, because whatever this process has started is ended."""
+    grade_class.adopt_orphans()
+    verdict = grade_class.judge_apart(GAPS["gap1"], copy, seconds=8)
+    file.write_text(json.dumps([verdict, list(grade_class.children())]))
+
+
+def test_an_answer_that_does_not_end_is_ended(tmp_path):
+    copy = tmp_path / "train.py"
+    copy.write_text("import time\ndef main():\n    time.sleep(1000)\n")
+    file = tmp_path / "verdict.json"
+    process = PROCESS_DEFAULTS.context().Process(target=_judge_apart, args=(copy, file))
+    process.start()
+    process.join(timeout_under_load(SECONDS))
+    verdict, left = json.loads(file.read_text())
+    assert verdict == [False, "it has not ended within 8 s"]
+    assert left == []
+
+
 def test_the_notebook_has_four_of_the_scripts_as_they_are():
     path = ROOT / "notebooks" / "05_find_the_mistake.ipynb"
     sources = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"]]
@@ -170,8 +320,8 @@ def test_the_notebook_has_four_of_the_scripts_as_they_are():
 
 
 def test_prove_finds_eight_of_twelve_and_two_need_thought_beyond_it():
-    counted = json.loads(check_answer.COST.read_text())["puzzles"]
-    styles = {puzzle.style for puzzle in check_answer.PUZZLES}
+    counted = json.loads(judge_answer.COST.read_text())["puzzles"]
+    styles = {puzzle.style for puzzle in judge_answer.MISTAKES}
     assert len(PUZZLES) == len(counted) == len(styles) == 12
     wrong = {int(number) for number, runs in counted.items() if runs["WRONG"]}
     unseen = {number for number, puzzle in PUZZLES.items() if not puzzle.rows}
@@ -186,7 +336,7 @@ HIGHER_IS_BETTER = {"accuracy", "share of views found"}
 
 @each_puzzle
 def test_a_mistake_costs_more_than_the_seeds_do(number):
-    runs = json.loads(check_answer.COST.read_text())["puzzles"][str(number)]
+    runs = json.loads(judge_answer.COST.read_text())["puzzles"][str(number)]
     sign = -1 if PUZZLES[number].measure in HIGHER_IS_BETTER else 1
     costs = [sign * (a - b) for a, b in zip(runs["with"], runs["without"], strict=True)]
     assert mean(costs) > 2 * stdev(costs) / len(costs) ** 0.5
@@ -230,7 +380,7 @@ def test_a_reader_gets_a_script_corrects_it_and_is_told_what_it_cost(tmp_path):
     assert (status, output[:6]) == (0, "Right:")
     assert "What it cost: test loss " in output
     assert PUZZLES[3].story.report in output
-    assert output.endswith("1 of 12 are solved.\n")
+    assert output.endswith("1 of 16 are solved.\n")
     [(_, output)] = run_script("beyond/puzzles/check_answer.py", f"--folder={tmp_path}")
     assert [line.split()[0] for line in output.splitlines() if "  solved  " in line] == ["3"]
     shutil.rmtree(copy.parent)

@@ -51,6 +51,7 @@ REFUSALS = [
     ("two_nodes.sh", {"NODE_RANK": 0, "MASTER_ADDR": ""}, "NODE_RANK and MASTER_ADDR have no "),
     ("slurm.sbatch", OF_A_JOB, "no beyond/survive/train.py in "),
     ("slurm_srun.sbatch", OF_A_JOB, "no beyond/survive/train.py in "),
+    ("slurm_one_node.sbatch", OF_A_JOB, "no 04_ddp_torchrun in "),
     ("two_nodes_here.sh", {}, "network namespaces need root"),
 ]
 
@@ -65,7 +66,7 @@ def test_a_script_refuses_in_one_line_what_it_cannot_do(script, env, error, tmp_
 
 def test_torchrun_and_train_accept_the_command_of_the_pytorchjob(monkeypatch):
     """What the operator tells the worker: pull request 1840 of Kubeflow's training operator."""
-    yaml = pytest.importorskip("yaml", reason="needs PyYAML: pip install -r requirements.txt")
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML: pip install -e '.[checks]'")
     job = yaml.safe_load((LAUNCH / "kubernetes.yaml").read_text())
     spec, replicas = job["spec"], job["spec"]["pytorchReplicaSpecs"]
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")

@@ -91,13 +91,14 @@ AuthInfo=socket={0}/munge
 ProctrackType=proctrack/linuxproc
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
+GresTypes=gpu
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 StateSaveLocation={0}/state
 SlurmdSpoolDir={0}/spool-%n
 SlurmctldPidFile={0}/slurmctld.pid
 SlurmdPidFile={0}/slurmd-%n.pid
-NodeName=node[0-1] NodeAddr=10.77.0.[1-2] CPUs=16
+NodeName=node[0-1] NodeAddr=10.77.0.[1-2] CPUs=16 Gres=gpu:3
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
 NODE = """
@@ -122,6 +123,9 @@ def slurm(namespaces, tmp_path_factory):
     (folder / "slurm.conf").write_text(CONF.format(folder))
     # slurmd looks for control groups though nothing here uses them: a namespace shows it none.
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+    devices = ("null", "zero", "full")  # for SLURM, a GPU is a device that is there
+    gpus = "".join(f"Name=gpu File=/dev/{device}\n" for device in devices)
+    (folder / "gres.conf").write_text(gpus)
     (folder / "node").write_text(NODE)
     munge = ["munged", "--force", "--foreground", f"--key-file={folder}/key"]
     munge += [f"--{name}-file={folder}/munge.{name}" for name in ("log", "pid", "seed")]
@@ -196,13 +200,31 @@ def test_slurm_runs_stops_and_restarts_both_job_scripts(slurm, tmp_path):
     assert is_the_run_of(2, folder, "survive", *flags, f"--max-steps={step + 10}")
 
 
+ENDED = "JobState=(COMPLETED|FAILED|CANCELLED|NODE_FAIL|TIMEOUT) "
+
+
+def test_slurm_starts_a_stage_with_a_rank_for_each_gpu_of_one_node(slurm, tmp_path, monkeypatch):
+    """The GPUs exist for SLURM alone, so the ranks use the CPU. The script asks for two."""
+    monkeypatch.delenv("NPROC_PER_NODE", raising=False)
+    _, ask = slurm
+    options = ("--parsable", "--gpus-per-node=3", f"--output={tmp_path}/output")
+    command = (LAUNCH / "slurm_one_node.sbatch", *ONE_EPOCH, "--run-dir", tmp_path / "run")
+    number = ask("sbatch", *options, *command)
+
+    def job() -> str:
+        return ask("scontrol", "show", "job", number, "-o")
+
+    until(lambda: re.search(ENDED, job()))
+    assert "JobState=COMPLETED " in job(), (tmp_path / "output").read_text()
+    assert is_the_run_of(3, tmp_path / "run", "04", *ONE_EPOCH)
+
+
 CPUS = """
 import os, subprocess
 if os.environ["SLURM_PROCID"] == "0":
     step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
     subprocess.run(["scontrol", "show", "step", step])
 """
-ENDED = "JobState=(COMPLETED|FAILED|CANCELLED|NODE_FAIL|TIMEOUT) "
 
 
 def test_srun_starts_a_script_for_torchrun_unchanged_and_each_rank_has_its_cpus(

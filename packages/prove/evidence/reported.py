@@ -1,4 +1,7 @@
-"""Mistakes that others reported: mistakes/NAME has train.py, cure.diff, and about.json."""
+"""Mistakes that others reported: mistakes/NAME has train.py, cure.diff, and about.json.
+
+A puzzle of the course may be such a folder elsewhere, without a report.
+"""
 
 import json
 from dataclasses import dataclass, field
@@ -21,14 +24,15 @@ class Story:
     report: str  # address of the report
     mistake: str
     puzzle: dict = field(default_factory=dict)  # texts for readers who search for the mistake
+    home: Path = MISTAKES
 
     @property
     def script(self) -> str:
-        return (MISTAKES / self.name / "train.py").read_text()
+        return (self.home / self.name / "train.py").read_text()
 
     @property
     def diff(self) -> str:
-        return (MISTAKES / self.name / "cure.diff").read_text()
+        return (self.home / self.name / "cure.diff").read_text()
 
     @property
     def cure(self) -> str:
@@ -43,12 +47,12 @@ class Story:
         return Case(self.name, self.script, command=command, cure=self.cure, hashes_differ=True)
 
 
-def story(name: str) -> Story:
-    about = json.loads((MISTAKES / name / "about.json").read_text())
-    return Story(name, **about)
+def story(name: str, home: Path = MISTAKES) -> Story:
+    about = json.loads((home / name / "about.json").read_text())
+    return Story(name, **about, home=home)
 
 
-def stories(*sets: str) -> list[Story]:
-    """List the stories of these sets: reported-50, reported-20, puzzles."""
-    names = sorted(folder.name for folder in MISTAKES.iterdir())
-    return [each for each in map(story, names) if each.set in sets]
+def stories(*sets: str, home: Path = MISTAKES) -> list[Story]:
+    """List the stories of these sets, in MISTAKES: reported-50, reported-20, puzzles."""
+    names = sorted(folder.name for folder in home.iterdir())
+    return [each for each in (story(name, home) for name in names) if each.set in sets]

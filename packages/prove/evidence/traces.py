@@ -33,11 +33,14 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 RANKS = 2
 SECONDS = 120  # time that the ranks of a script get
+MESSAGES = (  # what a script may call to send; DDP sends from C++, which is not counted
+    *("all_reduce", "broadcast", "reduce", "gather", "scatter", "all_to_all", "send", "isend"),
+    *("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"),
+)
 fork: Any = multiprocessing.get_context("fork")
 
 
@@ -49,7 +52,13 @@ class Trace:
     last: list[Tensor] = field(default_factory=list)  # weights of these modules at the end
     weights: list[Tensor] = field(default_factory=list)  # after each optimizer step, as one vector
     draws: list[str] = field(default_factory=list)  # digests of the generators after each step
-    samples: list[str] = field(default_factory=list)  # digests of the samples that DDP trained with
+    samples: list[str] = field(
+        default_factory=list
+    )  # digests of the samples trained with, in order
+    messages: list[int] = field(
+        default_factory=lambda: [0]
+    )  # calls of collectives before each step
+    autocast: str = ""  # the format of the last forward, if autocast is on
     result: Any = None  # return value of main(), unless run as a program
     printed: str = ""
 
@@ -86,6 +95,15 @@ class Recorder:
         register_module_forward_pre_hook(self.before_forward)
         register_module_forward_hook(self.after_forward)
         register_optimizer_step_post_hook(self.after_step)
+        for name in MESSAGES:
+            put_in(dist, **{name: self.counted(getattr(dist, name))})
+
+    def counted(self, send: Callable) -> Callable:
+        def count_and_send(*args: Any, **options: Any) -> Any:
+            self.trace.messages[-1] += 1
+            return send(*args, **options)
+
+        return count_and_send
 
     def before_forward(self, module: nn.Module, inputs: tuple) -> None:
         self.depth += 1
@@ -94,7 +112,9 @@ class Recorder:
             new = [p for p in module.parameters() if id(p) not in self.known]
             self.known |= {id(p) for p in new}
             self.trace.first += [full(p) for p in new]
-        if isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
+        if self.depth == 1 and module.training and torch.is_grad_enabled():
+            is_on = torch.is_autocast_enabled("cpu")
+            self.trace.autocast = str(torch.get_autocast_dtype("cpu")) if is_on else ""
             batch = next((x for x in inputs if isinstance(x, Tensor)), torch.empty(0))
             self.trace.samples += [digest(row) for row in batch]
 
@@ -105,6 +125,7 @@ class Recorder:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.trace.weights.append(torch.cat([full(p).flatten() for p in parameters]))
         self.trace.draws.append(digest(torch.get_rng_state()))
+        self.trace.messages.append(0)
 
     def take_last_weights(self) -> None:
         unique = {id(p): p for module in self.modules for p in module.parameters()}

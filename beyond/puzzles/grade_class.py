@@ -1,0 +1,116 @@
+"""Judge the answers of a class: a folder for each student, and a table of all that they handed in.
+
+An answer is somebody else's program. Each is judged in processes of its own, which end with its
+time limit, and nothing that it has started goes on after it.
+"""
+
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.options import UsageError
+from judge_answer import PUZZLES, Puzzle, Verdict, cost, judge
+from progress import Progress, read
+
+SECONDS = 300  # time that an answer gets; the slowest right one takes a tenth of it
+BECOME_REAPER = 36  # of prctl: processes without a parent become children of this one
+fork: Any = multiprocessing.get_context("fork")
+ROW = "{:16.16}  {:5}  {:8}  {:>7}  {}"
+
+
+def grade(folders: list[Path], names: list[str]) -> int:
+    """Print a row for each answer; return the exit status."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise UsageError(f"{folder} is no folder, expected one for each student")
+    torch.set_num_threads(1)  # a process with a pool of threads must not fork
+    adopt_orphans()
+    print(ROW.format("who", "which", "verdict", "minutes", "cost, or what is missing"))
+    for folder in folders:
+        handed_in = right = 0
+        for puzzle in [PUZZLES[name] for name in names]:
+            copy = folder / puzzle.folder / "train.py"
+            if not copy.parent.exists():
+                continue
+            verdict = judge_apart(puzzle, copy)
+            minutes = minutes_of(folder, puzzle)
+            said = "right" if verdict.is_right else "not yet"
+            text = cost(puzzle) if verdict.is_right and not puzzle.is_gap else verdict.text
+            print(ROW.format(folder.name, puzzle.name, said, minutes, text), flush=True)
+            handed_in, right = handed_in + 1, right + verdict.is_right
+        print(f"{folder.name:16.16}  {right} of {handed_in} right\n", flush=True)
+    return 0
+
+
+def minutes_of(folder: Path, puzzle: Puzzle) -> str:
+    with suppress(UsageError):  # a damaged log is the student's
+        minutes = Progress(folder).minutes(puzzle.name)
+        return "" if minutes is None else f"{minutes:.0f}"
+    return "?"
+
+
+def judge_apart(puzzle: Puzzle, copy: Path, seconds: float = SECONDS) -> Verdict:
+    """Judge a copy in a process group of its own, and end all that it has started."""
+    with tempfile.TemporaryDirectory(prefix="grade-") as name:
+        file = Path(name, "verdict.json")
+        process = fork.Process(target=write_verdict, args=(puzzle, copy, file))
+        process.start()
+        process.join(seconds)
+        is_late = process.is_alive()
+        if is_late:
+            process.kill()
+        process.join()
+        end_orphans()
+        if file.exists():
+            return Verdict(*json.loads(file.read_text()))
+    why = f"it has not ended within {seconds:.0f} s" if is_late else "the judge was ended"
+    return Verdict(False, why)
+
+
+def write_verdict(puzzle: Puzzle, copy: Path, file: Path) -> None:
+    """Judge in this process, which has just been forked."""
+    os.setsid()
+    tempfile.tempdir = str(file.parent)  # deleted with all that an ended answer has left there
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # write to descriptors 1 and 2
+    for descriptor in range(3):
+        os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+    try:
+        verdict = judge(puzzle, read(copy))
+    except (UsageError, OSError) as error:
+        verdict = Verdict(False, str(error))
+    except Exception as error:  # the other answers are judged all the same
+        verdict = Verdict(False, f"the judge cannot read what it does: {error!r}")
+    whole = file.with_suffix(".part")
+    whole.write_text(json.dumps(verdict))
+    whole.rename(file)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of whatever an answer leaves behind, so that it can be ended (Linux)."""
+    with suppress(AttributeError):  # elsewhere, there is no prctl
+        ctypes.CDLL(None).prctl(BECOME_REAPER, 1, 0, 0, 0)
+
+
+def children() -> Iterable[int]:
+    for thread in Path("/proc/self/task").glob("*/children"):
+        yield from map(int, thread.read_text().split())
+
+
+def end_orphans() -> None:
+    """Kill all children, and then the ones that become children by that."""
+    while pids := list(children()):
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
