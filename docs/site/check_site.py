@@ -2,9 +2,10 @@
 
 .venv-site/bin/python docs/site/check_site.py [--all] [SITE]
 
-Chromium loads the pictures, the main path and some pages of each kind on a phone and on a laptop,
-and tries the widgets. With --all, it loads every page. One line for each fault, and exit status 1;
-or 77 if there is no Chromium, and the links are right.
+The sidebar and the way through the course are what sidebar.py says. Chromium loads the pictures,
+the course and some pages of each kind on a phone and on a laptop, in the light and in the dark
+theme, and tries the widgets. With --all, it loads every page. One line for each fault, and exit
+status 1; or 77 if there is no Chromium, and the links are right.
 """
 
 import os
@@ -13,35 +14,23 @@ import shutil
 import sys
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote
 
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
-sys.path.append(str(Path(__file__).parents[1] / "tools"))
-from repository_pages import MAIN_PATH, ROOT
+from sidebar import GROUPS, WAY, pages_of
+
+ROOT = Path(__file__).parents[2]
 
 OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
 OPTIONS += ["--disable-sync", "--disable-background-networking", "--disable-component-update"]
-SAMPLE = ["zh/" * (i % 2) + f"{folder}/index.html" for i, folder in enumerate(MAIN_PATH)]
-SAMPLE += ["zh/docs/claims.html", "01_single_gpu/train.py.html"]
+SAMPLE = ["zh/" * (i % 2) + f"{name}.html" for i, name in enumerate(WAY)]
+SAMPLE += ["zh/docs/claims.html", "01_single_gpu/train.py.html", "notebooks/03*.html"]
 WIDTHS = (390, 1400)  # of a phone and of a laptop, in pixels
-WIDE = """[document.documentElement, document.querySelector('.content')]  // what could scroll
-    .some((it) => it.scrollWidth > it.clientWidth)"""
-SMALL = """[...document.querySelectorAll('article img')].some((it) => {  // letters of 18 pixels
-    return !it.naturalWidth || it.getBoundingClientRect().width < 0.62 * it.naturalWidth;
-})"""
-OVERFLOWING = """() => {  // texts wider than their box or the picture
-    document.documentElement.style.fontFamily = 'DejaVu Sans, Verdana';  // wide letters
-    const place = (it) => it.getBoundingClientRect();
-    const boxes = [document.documentElement, ...document.querySelectorAll('svg > rect')].map(place);
-    return [...document.querySelectorAll('text')].filter((text) => {
-        const { left, right, top, bottom } = place(text);
-        const [x, y] = [(left + right) / 2, (top + bottom) / 2];
-        const inside = (box) => box.left < x && x < box.right && box.top < y && y < box.bottom;
-        return boxes.filter(inside).some((box) => left < box.left - 1 || box.right + 1 < right);
-    }).map((text) => text.textContent);
-}"""
+THEMES = {"light": "#ffffff", "dark": "#131416"}  # with the colors of their pages
+CONTRAST = 4.5  # of words with what lies behind them
 STATE = "(it) => [...it.querySelectorAll('[aria-live], svg')].map((each) => each.outerHTML).join()"
 
 
@@ -63,6 +52,27 @@ def link_faults(site: Path) -> Iterator[str]:
                 yield f"{page}: leads nowhere: {target}"
 
 
+def way_faults(site: Path) -> Iterator[str]:
+    """Where the sidebar, Previous and Next are not what sidebar.py says."""
+    for folder in (site, site / "zh"):
+        texts = {path.relative_to(folder): path.read_text() for path in folder.rglob("*.html")}
+        pages = {path.with_suffix("").as_posix(): text for path, text in texts.items()}
+        entry = re.compile(r'class="toctree-l(\d)\b[^>]*><a\b[^>]* href="([^"]+)"')
+        entries = entry.findall(pages.get("index", ""))
+        shown = [link.replace("#", "index.html") for level, link in entries if level == "1"]
+        wanted = [f"{name}.html" for group in GROUPS for name, _ in pages_of(group, pages)]
+        if shown != wanted:
+            yield f"{folder.name}: the sidebar has {shown}"
+        for _, link in entries:
+            if re.search("claims|CONTRIBUTING|CHANGELOG|evidence/|results/", link):
+                yield f"{folder.name}: the sidebar has {link}"
+        for one, other in pairwise(WAY):
+            for kind, page, target in [("next", one, other), ("prev", other, one)]:
+                link = os.path.relpath(f"{target}.html", os.path.dirname(page) or ".")
+                if f'<a class="{kind}-page" href="{link}">' not in pages.get(page, ""):
+                    yield f"{folder.name}: {page} does not lead to {target}"
+
+
 class Visitor:
     """Opens pages in one browser, and keeps what is wrong with them."""
 
@@ -70,6 +80,7 @@ class Visitor:
         self.base, self.address, self.faults = base, "", list[str]()
         self.page = browser.new_page()
         self.page.set_default_timeout(20_000)
+        self.page.add_init_script(path=Path(__file__).with_suffix(".js"))
         self.page.on("console", lambda it: it.type in ("error", "warning") and self.say(it.text))
         self.page.on("pageerror", lambda error: self.say(str(error)))
         self.page.on("request", lambda it: it.url.startswith((base, "data:")) or self.say(it.url))
@@ -83,17 +94,34 @@ class Visitor:
         self.page.goto(self.base + address)
         return self.page
 
+    def ask(self, question: str, fault: str, *arguments: str | float) -> None:
+        """Note the fault if the answer of check_site.js is yes, or for each text in it."""
+        answer = self.page.evaluate(f"(them) => checks.{question}(...them)", list(arguments))
+        for text in answer if isinstance(answer, list) else [""] * answer:
+            self.say(f"{fault}: {text}" if text else fault)
+
     def fits(self, address: str) -> None:
         for width in WIDTHS:
-            if self.open(address, width).evaluate(WIDE):
-                self.say(f"is wider than a screen of {width} pixels")
-
-            if self.page.evaluate(SMALL):
-                self.say(f"has a picture that is missing, or too small on {width} pixels")
+            self.open(address, width)
+            self.ask("isWide", f"is wider than a screen of {width} pixels")
+            self.ask(
+                "hasSmallPicture", f"has a picture that is missing, or small on {width} pixels"
+            )
+            self.ask("cutCommands", f"cuts a command on {width} pixels")
+            self.ask("hidden", f"hides a part without a sign on {width} pixels")
+        for theme, ground in THEMES.items():
+            self.ask("picturesIgnore", f"has pictures that ignore the {theme} theme", theme)
+            fault = f"has too little contrast in the {theme} theme"
+            self.ask("faint", fault, theme, ground, CONTRAST)
 
     def picture(self, address: str) -> None:
-        for text in self.open(address).evaluate(OVERFLOWING):
-            self.say(f"has no room for: {text}")
+        self.open(address)
+        self.ask("withoutRoom", "has no room for")
+        for theme, ground in THEMES.items():
+            self.page.emulate_media(color_scheme=theme)
+            fault = f"has too little contrast on a {theme} page"
+            self.ask("faintInPicture", fault, ground, CONTRAST)
+        self.page.emulate_media(color_scheme="light")
 
     def widgets(self, address: str) -> None:
         """Each answers to a drag, a key and a click: its picture or its sentence changes."""
@@ -139,11 +167,13 @@ def browser_faults(site: Path, chromium: str, pages: list[str]) -> list[str]:
 def main() -> int:
     arguments = [each for each in sys.argv[1:] if each != "--all"]
     site = Path(arguments[0]) if arguments else ROOT / "_site"
-    pages = [str(path.relative_to(site)) for path in site.rglob("*.html")]
+    patterns = ["**/*.html"] if "--all" in sys.argv else SAMPLE
+    pages = [str(path.relative_to(site)) for each in patterns for path in site.glob(each)]
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     faults = list(link_faults(site))
     if chromium and not faults:
-        faults = browser_faults(site, chromium, pages if "--all" in sys.argv else SAMPLE)
+        faults = browser_faults(site, chromium, pages)
+    faults += way_faults(site)
     print(*faults, sep="\n")
     return 1 if faults else 0 if chromium else 77
 

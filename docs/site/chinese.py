@@ -14,9 +14,10 @@ from sphinx.search.en import SearchEnglish
 from repository_pages import chinese_page, translated_pages
 
 CHINESE = {  # what we add, and what Furo says, which has no translation
-    "Lessons": "课程",
+    "Course": "课程",
+    "Roads": "岔路",
+    "Tools": "工具",
     "Reference": "查阅",
-    "Measurements": "测量",
     "Code": "代码",
     "On this page": "本页目录",
     "Back to top": "回到顶部",
@@ -25,16 +26,35 @@ CHINESE = {  # what we add, and what Furo says, which has no translation
     "Previous": "上一页",
     "Next": "下一页",
 }
-IN_ENGLISH = {  # what the Chinese site calls pages that have no Chinese version
+LABELS = {  # what pages are called in the sidebar of the Chinese site
+    "index": "开始",
+    "01_single_gpu/index": "01 · 单卡",
+    "02_data_parallel/index": "02 · DataParallel",
+    "03_ddp_manual_allreduce/index": "03 · 手写全归约",
+    "04_ddp_torchrun/index": "04 · DDP 与 torchrun",
+    "05_amp_syncbn/index": "05 · AMP 与 SyncBN",
+    "beyond/puzzles/index": "谜题：找出错误（英文）",
+    "beyond/convert/index": "改造你的脚本",
+    "packages/prove/index": "证明它是对的（英文）",
+    "beyond/index": "接下来走哪条路？（英文）",
+    "beyond/survive/index": "survive：要跑几天的训练",
+    "beyond/shard/index": "shard：放不下的模型（英文）",
+    "beyond/local_sgd/index": "local_sgd：慢的网络（英文）",
+    "beyond/forecast/index": "forecast：用几个 GPU？（英文）",
+    "04_ddp_torchrun/launch/index": "launch：多台机器、SLURM（英文）",
+    "packages/shm/index": "shm：可以读懂的后端（英文）",
+    "notebooks/01_throughput": "笔记本 01 · 吞吐量（英文）",
+    "notebooks/02_memory": "笔记本 02 · 内存（英文）",
+    "notebooks/03_same_result": "笔记本 03 · 同样的结果（英文）",
+    "notebooks/04_scaling": "笔记本 04 · 扩展（英文）",
+    "notebooks/05_find_the_mistake": "笔记本 05 · 找出错误（英文）",
+    "docs/troubleshooting": "故障排除",
+    "docs/glossary": "术语表",
     "docs/two_gpus": "两个 GPU 的一小时（英文）",
-    "beyond/index": "数据并行之后（英文）",
-    "common/index": "各阶段的共用部分（英文）",
+    "docs/teaching": "给教师（英文）",
+    "benchmarks/index": "测量（英文）",
     "benchmarks/tour": "逐行解释全程运行（英文）",
     "benchmarks/bench": "哪个阶段最快（英文）",
-    "notebooks/01_throughput": "吞吐量（英文）",
-    "notebooks/02_memory": "内存（英文）",
-    "notebooks/03_same_result": "同样的结果（英文）",
-    "notebooks/04_scaling": "扩展（英文）",
 }
 
 

@@ -10,7 +10,7 @@ CHINESE = tags.has("zh")  # noqa: F821 (Sphinx gives it): sphinx-build -t zh
 project = "PyTorch 数据并行" if CHINESE else "Data-parallel PyTorch"
 html_title = project
 language = "zh_CN" if CHINESE else "en"
-extensions = ["myst_parser", "hooks"]
+extensions = ["myst_parser", "hooks", "sphinx.ext.githubpages"]
 
 # Which pages: those of the repository, where they are. README.md becomes index.html.
 source_suffix = {".md": "markdown", ".ipynb": "markdown"}

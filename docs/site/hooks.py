@@ -20,15 +20,18 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.project import Project
 from sphinx.transforms import SphinxTransform
+from sphinx.util import logging
 
-from chinese import CHINESE, IN_ENGLISH, Words, translation, with_rebased_links, word
+from chinese import CHINESE, LABELS, Words, translation, with_rebased_links, word
 from code_pages import code_list, collect
 from markers import FENCE, WIDGET
-from repository_pages import MAIN_PATH, slugs
+from narrow import for_narrow_screens
+from repository_pages import slugs
+from sidebar import GROUPS, WAY, is_shown, pages_of, parent
 
-STAGE_PAGES = MAIN_PATH[1:]
-SWITCH = r"\A\[(中文|English)\]\(.*\)\n"  # of the language: the site has its own
-MAIN = ["index", *(f"{stage}/index" for stage in STAGE_PAGES)]
+logger = logging.getLogger(__name__)
+SWITCH = r"\A\[(中文|English)\]\(.*\n"  # of the language, and to the site, which has its own
+NUMBER = re.compile(r"notebooks/(\d+)")
 
 
 class Pages(Project):
@@ -39,6 +42,13 @@ class Pages(Project):
 
 def formula(match: re.Match[str]) -> str:
     return convert(match[1] or match[2], display="block" if match[1] else "inline")
+
+
+def with_number(text: str, docname: str) -> str:
+    """Name a notebook as the pages do: by its number, in front of its title."""
+    if number := NUMBER.match(docname):
+        return re.sub(r"^# (?!Notebook)", f"# Notebook {number[1]} · ", text, count=1, flags=re.M)
+    return text
 
 
 def from_notebook(text: str) -> str:
@@ -62,7 +72,7 @@ def from_notebook(text: str) -> str:
 def read(app: Sphinx, docname: str, source: list[str]) -> None:
     text = source[0]
     if app.env.doc2path(docname).suffix == ".ipynb":
-        text = from_notebook(text)
+        text = with_number(from_notebook(text), docname)
     if path := translation(app, docname):
         sections = re.split(r"^(?=## )", text, flags=re.M)
         text = with_rebased_links(app, docname, path)
@@ -83,14 +93,15 @@ class AsOnGitHub(SphinxTransform):
             if "refuri" in link and not re.match(r"\w+:|#", link["refuri"]):
                 self.resolve(link)
         self.link_english()
-        for caption, names in self.below():
+        for caption, entries in self.below():
+            names = [name for _, name in entries if name != "self"]
             tree = addnodes.toctree(parent=self.env.docname, includefiles=names, maxdepth=-1)
-            titles = IN_ENGLISH if self.app.tags.has("zh") else {}
-            entries = [(titles.get(name), name) for name in names]
             tree.attributes.update({"entries": entries, "hidden": True})
             tree.attributes.update(dict.fromkeys(("glob", "numbered", "includehidden"), False))
             tree.attributes.update({"caption": caption, "rawcaption": caption, "titlesonly": True})
             self.document[-1].append(tree)
+        if not is_shown(self.env.docname):
+            self.env.metadata[self.env.docname]["orphan"] = True
 
     def anchors(self) -> None:
         """GitHub's slug comes first. A Chinese heading has the English one, too."""
@@ -129,29 +140,46 @@ class AsOnGitHub(SphinxTransform):
         address = address.removesuffix(".html") if name.endswith(".png") else address
         link["refuri"], link["internal"] = address + mark + anchor, True
 
-    def below(self) -> Iterator[tuple[str | None, list[str]]]:
-        """Lists of pages, each with its caption, in the order in which this page links to them."""
-        text = Path(self.env.doc2path(self.env.docname)).read_text(encoding="utf-8")
-        paths = re.findall(r"\]\(([^)#]+\.(?:md|ipynb))", text)
-        linked = [self.env.path2doc(self.env.relfn2path(path)[0]) for path in paths]
-        order = {name: -at for at, name in enumerate(reversed(linked))}
-        rest = sorted(self.env.found_docs - {*MAIN}, key=lambda name: (order.get(name, 0), name))
-        folder = self.env.docname.rpartition("/")[0]
-        if self.env.docname == "index":
-            rest = [name for name in rest if not name.startswith((*STAGE_PAGES,))]
-            numbers = [name for name in rest if name.startswith(("benchmarks/", "notebooks/"))]
-            yield word(self.app, "Lessons"), MAIN[1:]
-            yield word(self.app, "Reference"), [name for name in rest if name not in numbers]
-            yield word(self.app, "Measurements"), numbers
-        elif self.env.docname in MAIN:
-            yield None, [name for name in rest if name.startswith(f"{folder}/")]
+    def below(self) -> Iterator[tuple[str | None, list[tuple[str | None, str]]]]:
+        """Lists of names and pages, each with its caption: the groups, or a page's chapters."""
+        found, here = self.env.found_docs, self.env.docname
+        if here == "index":
+            for group in GROUPS:
+                pages = pages_of(group, found)
+                for name, _ in pages:
+                    if name not in found:
+                        logger.warning("docs/site/sidebar.py names %s, which is no page", name)
+                entries = [(self.label(*page), page[0]) for page in pages if page[0] in found]
+                entries = [
+                    (label, name.replace("index", "self", name == here)) for label, name in entries
+                ]
+                yield word(self.app, group), entries
+        elif chapters := [name for name in found if parent(name) == here]:
+            text = Path(self.env.doc2path(here)).read_text(encoding="utf-8")
+            paths = re.findall(r"\]\(([^)#]+\.(?:md|ipynb))", text)
+            linked = [self.env.path2doc(self.env.relfn2path(path)[0]) for path in paths]
+            order = {name: -at for at, name in enumerate(reversed(linked))}
+            chapters.sort(key=lambda name: (order.get(name, 1), name))
+            yield None, [(self.label(name, ""), name) for name in chapters]
+
+    def label(self, name: str, label: str) -> str | None:
+        """What a page is called in the sidebar; without a name, by its title."""
+        if self.app.tags.has("zh") and name in LABELS:
+            return LABELS[name]
+        if NUMBER.match(name) and not label:
+            text = from_notebook(Path(self.env.doc2path(name)).read_text(encoding="utf-8"))
+            title = re.search(r"^# (.+?)(?:: .*)?$", with_number(text, name), re.M)
+            return title[1] if title else None
+        return label or None
 
 
 def neighbors(app: Sphinx, pagename: str) -> Iterator[dict[str, str] | None]:
-    """The previous and the next page: of the main path, or of a stage's chapters."""
-    folder = next((stage for stage in STAGE_PAGES if pagename.startswith(f"{stage}/")), "")
-    start = f"{folder}/index"
-    row = MAIN if pagename in MAIN else [start, *app.env.toctree_includes.get(start, [])]
+    """The previous and the next page: of the course, a page's chapters, or the notebooks."""
+    row = WAY
+    if start := parent(pagename):
+        row = [start, *app.env.toctree_includes.get(start, [])]
+    elif NUMBER.match(pagename):
+        row = [name for name in app.env.toctree_includes["index"] if NUMBER.match(name)]
     for step in (-1, 1):
         at = row.index(pagename) + step if pagename in row else -1
         if 0 <= at < len(row):
@@ -177,7 +205,8 @@ def context(app: Sphinx, pagename: str, _: str, values: dict[str, Any], doctree:
     if zh:
         said = app.builder.templates.environment.globals["gettext"]
         values["_"] = values["gettext"] = lambda text: CHINESE.get(text.strip()) or said(text)
-    if widgets := sorted(set(re.findall(r'data-widget="(\w+)"', values.get("body", "")))):
+    values["body"] = body = for_narrow_screens(values.get("body", ""))
+    if widgets := sorted(set(re.findall(r'data-widget="(\w+)"', body))):
         app.add_css_file("widgets.css")
         for name in ["widgets", *widgets]:
             app.add_js_file(f"{name}.js", loading_method="defer")
