@@ -29,7 +29,9 @@ torch.set_num_threads(1)
 plt.rcParams["axes.prop_cycle"] = cycler(color=COLORS)
 plt.rcParams["axes.spines.top"] = plt.rcParams["axes.spines.right"] = False
 plt.rcParams["figure.constrained_layout.use"] = True
-plt.rcParams["figure.dpi"] = 90
+plt.rcParams["figure.figsize"] = 6.4, 4
+plt.rcParams["figure.dpi"] = 110
+plt.rcParams["font.size"] = 12  # narrow and large: it is read on phones, too
 set_matplotlib_formats("png")
 
 
@@ -43,15 +45,19 @@ def committed() -> dict[str, Results]:
     return {results["provenance"]["hardware"]: results for results in machines}
 
 
-def check(answer: object, right: float | str, within: float = 0.05) -> None:
-    """Say whether an answer is right; a number may be off by that share of the right one."""
+def check(answer: object, right: float | str, within: float = 0.05, because: str = "") -> None:
+    """Say whether an answer is right; a number may be off by that share of the right one.
+
+    because: what to add to the verdict, once there is an answer.
+    """
     if answer is None:
         print("No answer yet: put it into the cell above, run that cell, then this one.")
-    elif isinstance(right, str):
-        print("Right." if answer == right else f"Not yet: {answer!r} is not it.")
+        return
+    if isinstance(right, str):
+        print("Right." if answer == right else f"Not yet: {answer!r} is not it.", because)
     elif isinstance(answer, bool) or not isinstance(answer, (int, float)):
         print(f"Not yet: expected a number, got {answer!r}.")
     elif abs(answer - right) <= within * abs(right):
-        print(f"Right: {right:,.4g}.")
+        print(f"Right: {right:,.4g}.", because)
     else:
         print(f"Not yet: {answer:,.4g} is too {'large' if answer > right else 'small'}.")

@@ -1,0 +1,45 @@
+"""How many bytes does a rank hold in a step of your choice? For notebook 02."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import peak
+from benchmarks.measure.memory import BytesOf, CountedStep, ddp
+from benchmarks.result_files import MIB
+from local_ranks.ranks import run_ranks
+from plots import draw_bytes
+
+
+def take_steps(rank: int, plan: peak.Plan, batch: int, options: dict[str, Any]) -> BytesOf:
+    ranks = dist.get_world_size()
+    wrap = {"wrap": ddp} if ranks > 1 else {}
+    return CountedStep(plan, batch // ranks, **wrap, **options).held()
+
+
+def held_by_rank(
+    model: str = "resnet18",
+    pixels: int = 64,
+    batch: int = 64,
+    optimizer: str = "momentum",
+    ranks: int = 1,
+    bf16: bool = False,
+) -> BytesOf:
+    """Take two steps on ranks of this machine, and count by kind what rank 0 then holds.
+
+    batch: the global batch. One rank is stage 01, more are stage 04.
+    """
+    plan = peak.Plan(model, pixels, optimizer, "cpu")
+    options = {"dtype": torch.bfloat16} if bf16 else {}
+    first, *_ = run_ranks(ranks, take_steps, plan, batch, options, quiet=True)
+    return first
+
+
+def mib(held: BytesOf) -> float:
+    return sum(held.values()) / MIB
+
+
+def draw_change(before: BytesOf, after: BytesOf, change: dict[str, Any]) -> None:
+    name = ", ".join(f"{key}={value}" for key, value in change.items())
+    draw_bytes("What a rank holds", {"before": [before], name or "no change": [after]})
