@@ -4,12 +4,12 @@
 
 `make notebooks` executes all of them in place, and each keeps the digest of what pictures are made
 of: the committed results and the programs. In a test a notebook runs again: it may not fail, its
-texts must be the same (but for cells with the tag `measured`), and each exercise must take the right
-answer and refuse a wrong one: the next cell with the tag `check` judges. Both answers stand in the
-metadata of its cell, and what they replace there, which is `None` otherwise. So does, as `quick`,
-what makes a long measurement or training short in a test: texts of the cell, and what replaces
-them. What a cell with the tag `not kept` shows is for the reader's eyes: a speed that was measured
-in a hurry must not be quoted, nor an answer given away.
+texts must be the same (but for cells with the tag `measured`), and each exercise must take the
+right answer and refuse a wrong one: the next cell with the tag `check` judges. Both answers stand
+in the metadata of its cell, and what they replace there, which is `None` otherwise. So does, as
+`quick`, what makes a long measurement or training short in a test: texts of the cell, and what
+replaces them. What a cell with the tag `not kept` shows is for the reader's eyes: a speed that was
+measured in a hurry must not be quoted, nor an answer given away.
 """
 
 import copy

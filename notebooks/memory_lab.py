@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 import peak
 from benchmarks.measure.memory import BytesOf, CountedStep, ddp
-from benchmarks.result_files import MIB
+from benchmarks.result_files import MIB, Results
 from local_ranks.ranks import run_ranks
-from plots import draw_bytes
+from plots import HELD, draw_bytes
 
 
 def take_steps(rank: int, plan: peak.Plan, batch: int, options: dict[str, Any]) -> BytesOf:
@@ -43,3 +43,14 @@ def mib(held: BytesOf) -> float:
 def draw_change(before: BytesOf, after: BytesOf, change: dict[str, Any]) -> None:
     name = ", ".join(f"{key}={value}" for key, value in change.items())
     draw_bytes("What a rank holds", {"before": [before], name or "no change": [after]})
+
+
+def draw_ways(ways: Results) -> None:
+    """Draw the peak of a rank with each way to hold less, compared with that of the first."""
+    peaks = {way: max(row["peak_bytes"]) for way, row in ways.items()}
+    first, *others = peaks.values()
+    bars = {way: [dict(row["held"][0])] for way, row in ways.items()}
+    for way, [held] in bars.items():
+        held["at the peak"] = max(0, peaks[way] - sum(held.values()))
+    texts = [f"{first / MIB:.0f} MiB", *(f"{other / first - 1:+.0%}" for other in others)]
+    draw_bytes("The peak of a rank", bars, {**HELD, "at the peak": ("#DDDDDD", "")}, texts)

@@ -27,6 +27,8 @@ VARIANT_COLORS = {  # the same in every picture; the keys are those of variants.
 }
 HATCHES = ["", "//", "\\\\", "xx", "..", "++", "oo", "--"]  # distinct without colors
 
+# Behind a text, so that no line strikes it out.
+BLANK = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 Look = tuple[str, str]  # color and hatch
 
 # The hues of docs/pictures/svg.py where it draws the same kind, in shades of Okabe and Ito.
@@ -43,8 +45,9 @@ HELD: dict[str, Look] = {  # what a process holds, by kind
 
 
 def draw_speeds(results: Results, keys: Sequence[str]) -> None:
-    """Draw how many times as fast as stage 01 these variants are, and their share of the ceiling."""
+    """Draw how many times as fast as stage 01 each is, and its share of the ceiling."""
     rows = {key: results["variants"][key] for key in keys if key in results["variants"]}
+    longest = max(1 / row["ratio_interval"][0] for row in rows.values())
     axis = plt.subplots(figsize=(6.4, 5))[1]
     for place, (key, row) in enumerate(rows.items()):
         low, high = row["ratio_interval"]  # of times, not of speeds
@@ -52,13 +55,13 @@ def draw_speeds(results: Results, keys: Sequence[str]) -> None:
         axis.barh(place, speed, color=VARIANT_COLORS[key])
         axis.plot([1 / high, 1 / low], [place, place], color="black", linewidth=2)
         share = f" · {row['share']:.0%}" if "share" in row else ""
-        axis.text(1 / low + 0.05, place, f"{speed:.2f}{share}", va="center")
+        axis.text(1 / low + 0.025 * longest, place, f"{speed:.2f}{share}", va="center", bbox=BLANK)
     labels = [row["label"].replace(": ", ":\n").replace(" that", "\nthat") for row in rows.values()]
     axis.set_yticks(range(len(rows)), labels)
     axis.axvline(1, color="black", linewidth=0.8, linestyle=":")
-    axis.set(xlabel="times the speed of 01 · share of the ceiling", xlim=(0, 2.9))
+    axis.set(xlabel="times the speed of 01 · share of the ceiling", xlim=(0, 1.4 * longest))
     title = "{model} on {cores} cores, {ranks} ranks, global batch {global_batch}"
-    axis.set_title(title.format_map(results), loc="left", x=-0.4)
+    title_above(axis, title.format_map(results))
     axis.invert_yaxis()
     plt.show()
 
@@ -85,7 +88,7 @@ def draw_bytes(
         axis.text(left, place, f" {text}", va="center")
     axis.set_yticks([sum(each) / len(each) for each in places.values()], [*places])
     axis.set(xlabel="MiB", xmargin=0.1)
-    axis.set_title(title, loc="left", x=-0.2)
+    title_above(axis, title)
     axis.invert_yaxis()
     patches = [
         Patch(facecolor=color, hatch=hatch, edgecolor="white", label=kind)
@@ -96,5 +99,9 @@ def draw_bytes(
     plt.show()
 
 
+def title_above(axis: Axes, title: str) -> None:
+    axis.get_figure().suptitle(title, x=0.01, ha="left")
+
+
 def legend_below(axis: Axes, **options: Any) -> None:
-    axis.figure.legend(loc="outside lower center", fontsize="small", **options)
+    axis.get_figure().legend(loc="outside lower center", fontsize="small", **options)

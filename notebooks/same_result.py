@@ -12,7 +12,7 @@ from benchmarks.variants import VARIANTS
 from common.data import load_dataset
 from common.models import build_model
 from local_ranks import train_stage
-from plots import VARIANT_COLORS, legend_below
+from plots import VARIANT_COLORS, legend_below, title_above
 
 SETTINGS = ("--model=net-bn", "--batch-size=120", "--epochs=2", "--seed=7")
 SETTINGS += ("--lr=0.02", "--momentum=0.9")
@@ -80,7 +80,7 @@ def draw_lines(title: str, lines: Mapping[str, Tensor], ylabel: str, **options: 
             look = {"linewidth": 7, "alpha": 0.3}
         axis.plot(range(1, len(values) + 1), values, color=color, label=name, **look)
     axis.set(xlabel="optimizer step", ylabel=ylabel, **options)
-    axis.set_title(title, loc="left")
+    title_above(axis, title)
     legend_below(axis, ncols=2)
     plt.show()
 
@@ -109,5 +109,5 @@ def draw_matrix(distances: Mapping[str, Mapping[str, float]]) -> None:
             text, color = ("same", "white") if value < SAME else (f"{value:.1g}", "black")
             axis.text(x, y, text, ha="center", va="center", color=color)
     axis.spines[:].set_visible(False)
-    axis.set_title("Largest difference between stage and replay", loc="left", x=-0.3)
+    title_above(axis, "Largest difference between stage and replay")
     plt.show()

@@ -35,14 +35,18 @@ plt.rcParams["font.size"] = 12  # narrow and large: it is read on phones, too
 set_matplotlib_formats("png")
 
 
-def committed() -> dict[str, Results]:
-    """The results of `make bench` on every machine, by its hardware.
+def committed(section: str) -> dict[str, Results]:
+    """This section of the results of `make bench` on every machine, by its hardware.
 
     The suite sets SHOWN_MACHINE, so that its notebooks do not show what a reader has measured.
     """
     shown = os.environ.get("SHOWN_MACHINE", "machines/*")
     machines = [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{shown}.json"))]
-    return {results["provenance"]["hardware"]: results for results in machines}
+    return {
+        results["provenance"]["hardware"]: results[section]
+        for results in machines
+        if section in results
+    }
 
 
 def check(answer: object, right: float | str, within: float = 0.05, because: str = "") -> None:
@@ -54,10 +58,11 @@ def check(answer: object, right: float | str, within: float = 0.05, because: str
         print("No answer yet: put it into the cell above, run that cell, then this one.")
         return
     if isinstance(right, str):
-        print("Right." if answer == right else f"Not yet: {answer!r} is not it.", because)
+        verdict = "Right." if answer == right else f"Not yet: {answer!r} is not it."
+        print(f"{verdict} {because}".rstrip())
     elif isinstance(answer, bool) or not isinstance(answer, (int, float)):
         print(f"Not yet: expected a number, got {answer!r}.")
     elif abs(answer - right) <= within * abs(right):
-        print(f"Right: {right:,.4g}.", because)
+        print(f"Right: {right:,.4g}. {because}".rstrip())
     else:
         print(f"Not yet: {answer:,.4g} is too {'large' if answer > right else 'small'}.")
