@@ -101,7 +101,8 @@ def test_what_notebook_02_lets_a_reader_change_moves_the_bytes_that_its_text_say
     before = held_by_rank(**small)
     doubled = {kind: 2 * before[kind] for kind in ("batch", "activations", "outputs and loss")}
     assert held_by_rank(**small, batch=128) == pytest.approx({**before, **doubled}, rel=0.01)
-    assert held_by_rank(**small, optimizer="adam")["optimizer"] == 2 * before["gradients"]
+    with_adam = held_by_rank(**small, optimizer="adam")["optimizer"]  # it also counts its steps
+    assert with_adam == pytest.approx(2 * before["optimizer"], rel=0.01)
     one_of_two = held_by_rank(**small, ranks=2)
     assert one_of_two["buckets"] == before["gradients"] == one_of_two["gradients"]
     assert one_of_two["activations"] == pytest.approx(before["activations"] / 2, rel=0.01)
