@@ -13,9 +13,7 @@ from plots import HELD, draw_bytes
 
 
 def take_steps(rank: int, plan: peak.Plan, batch: int, options: dict[str, Any]) -> BytesOf:
-    ranks = dist.get_world_size()
-    wrap = {"wrap": ddp} if ranks > 1 else {}
-    return CountedStep(plan, batch // ranks, **wrap, **options).held()
+    return CountedStep(plan, batch // dist.get_world_size(), **options).held()
 
 
 def held_by_rank(
@@ -31,7 +29,9 @@ def held_by_rank(
     batch: the global batch. One rank is stage 01, more are stage 04.
     """
     plan = peak.Plan(model, pixels, optimizer, "cpu")
-    options = {"dtype": torch.bfloat16} if bf16 else {}
+    options: dict[str, Any] = {"dtype": torch.bfloat16} if bf16 else {}
+    if ranks > 1:
+        options["wrap"] = ddp
     first, *_ = run_ranks(ranks, take_steps, plan, batch, options, quiet=True)
     return first
 

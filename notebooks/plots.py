@@ -100,8 +100,8 @@ def draw_bytes(
 
 
 def title_above(axis: Axes, title: str) -> None:
-    axis.get_figure().suptitle(title, x=0.01, ha="left")
+    axis.figure.suptitle(title, x=0.01, ha="left")
 
 
 def legend_below(axis: Axes, **options: Any) -> None:
-    axis.get_figure().legend(loc="outside lower center", fontsize="small", **options)
+    axis.figure.legend(loc="outside lower center", fontsize="small", **options)

@@ -14,8 +14,14 @@ from common.models import build_model
 from local_ranks import train_stage
 from plots import VARIANT_COLORS, legend_below, title_above
 
-SETTINGS = ("--model=net-bn", "--batch-size=120", "--epochs=2", "--seed=7")
-SETTINGS += ("--lr=0.02", "--momentum=0.9")
+SETTINGS = [
+    "--model=net-bn",
+    "--batch-size=120",
+    "--epochs=2",
+    "--seed=7",
+    "--lr=0.02",
+    "--momentum=0.9",
+]
 SAME = 1e-10  # nearer than any other computation, farther than rounding in float64
 STYLES = (("o", "-"), ("s", "--"), ("^", "-."), ("D", ":"), ("v", "-"))
 
