@@ -4,19 +4,21 @@
 
 `make notebooks` executes all of them in place, and each keeps the digest of what pictures are made
 of: the committed results and the programs. In a test a notebook runs again: it may not fail, its
-texts must be the same (but for cells with the tag `measured`), and the exercise must take the right
-answer and refuse a wrong one. Both stand in the metadata of its cell, and what they replace there,
-which is `None` otherwise. So does, as `quick`, what makes a long measurement or training short in a
-test: texts of the cell, and what replaces them. What a cell with the tag `not kept` shows is for
-the reader's eyes: a speed that was measured in a hurry must not be quoted.
+texts must be the same (but for cells with the tag `measured`), and each exercise must take the
+right answer and refuse a wrong one: the next cell with the tag `check` judges. Both answers stand
+in the metadata of its cell, and what they replace there, which is `None` otherwise. So does, as
+`quick`, what makes a long measurement or training short in a test: texts of the cell, and what
+replaces them. What a cell with the tag `not kept` shows is for the reader's eyes: a speed that was
+measured in a hurry must not be quoted, nor an answer given away.
 """
 
 import copy
 import hashlib
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import nbformat
@@ -30,7 +32,15 @@ from local_ranks.chapters import ROOT
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("0*.ipynb"))
 SECONDS = 300  # more than any cell takes
 STAMP = "made_of"
+NOT_SHOWN = ("execute", "find_the_mistake", "start")  # nothing that a notebook shows is theirs
 KEPT = ("tags", "blank", "right", "wrong", "quick")  # of a cell's metadata
+
+
+class Answers(NamedTuple):
+    """What a check says to the right answer, and to a wrong one."""
+
+    right: str
+    wrong: str
 
 
 def read(path: Path) -> NotebookNode:
@@ -47,25 +57,33 @@ def quick_source(cell: NotebookNode) -> str:
     return source
 
 
-def run(notebook: NotebookNode, quick: bool = False) -> tuple[NotebookNode, dict[str, str]]:
-    """A copy with fresh outputs, and what the check says to each answer."""
+def exercises(cells: Sequence[NotebookNode]) -> list[tuple[NotebookNode, NotebookNode]]:
+    """Each exercise, with the check that comes after it."""
+    asked = [cell for cell in cells if "exercise" in tags(cell)]
+    return list(zip(asked, [cell for cell in cells if "check" in tags(cell)], strict=True))
+
+
+def run(notebook: NotebookNode, quick: bool = False) -> tuple[NotebookNode, list[Answers]]:
+    """A copy with fresh outputs, and what each check says to each answer."""
     executed = copy.deepcopy(notebook)
     if quick:
         for cell in executed.cells:
             cell.source = quick_source(cell)
-    asked = next(cell for cell in executed.cells if "exercise" in tags(cell))
-    checks = next(cell for cell in executed.cells if "check" in tags(cell))
-    for kind in ("right", "wrong"):
-        answer = asked.source.replace(asked.metadata.get("blank", "None"), asked.metadata[kind], 1)
-        executed.cells += [new_code_cell(answer), new_code_cell(checks.source)]
+    length = len(executed.cells)
+    for asked, check in exercises(executed.cells):
+        for kind in ("right", "wrong"):
+            blank = asked.metadata.get("blank", "None")
+            answer = asked.source.replace(blank, asked.metadata[kind], 1)
+            executed.cells += [new_code_cell(answer), new_code_cell(check.source)]
     with patch.dict(os.environ, SHOWN_MACHINE=MACHINE):  # not a reader's own
         folder = {"metadata": {"path": str(ROOT / "notebooks")}}
         client = NotebookClient(executed, timeout=SECONDS, kernel_name="python3", resources=folder)
         client.execute()
-    *executed.cells, _, right, _, wrong = executed.cells
+    said = [text_of(check) for check in executed.cells[length + 1 :: 2]]
+    del executed.cells[length:]
     for cell in executed.cells:  # not when each cell ran, nor what an editor has left there
         cell.metadata = {k: v for k, v in cell.metadata.items() if k in KEPT}
-    return executed, {"right": text_of(right), "wrong": text_of(wrong)}
+    return executed, [Answers(*pair) for pair in zip(said[::2], said[1::2], strict=True)]
 
 
 def tags(cell: NotebookNode) -> list[str]:
@@ -90,7 +108,7 @@ def errors_of(cell: NotebookNode) -> str:
 def made_of() -> list[Path]:
     """The results that are committed, and the programs that draw them."""
     results = [*RESULTS.glob("*.json"), *RESULTS.glob("once/*.json"), RESULTS / f"{MACHINE}.json"]
-    own = [ROOT / "notebooks" / name for name in ("measure_link.py", "plots.py", "same_result.py")]
+    own = [path for path in (ROOT / "notebooks").glob("*.py") if path.stem not in NOT_SHOWN]
     folders = (ROOT / "benchmarks", ROOT / "docs/pictures")
     return sorted([*results, *(path for each in folders for path in each.rglob("*.py")), *own])
 
@@ -109,7 +127,9 @@ def execute_in_place(path: Path) -> None:
         {"kernelspec": plain, "language_info": {"name": "python"}, STAMP: stamp()}
     )
     nbformat.write(executed, path)
-    print(f"{path.name}: right: {answers['right']} wrong: {answers['wrong']}")
+    print(path.name)
+    for each in answers:
+        print(f"  right: {each.right}  wrong: {each.wrong}", end="")
 
 
 if __name__ == "__main__":

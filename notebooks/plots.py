@@ -1,13 +1,13 @@
-"""What the plots of the notebooks share: colors, hatches, bars with intervals and of bytes."""
+"""What the plots of the notebooks share: colors, hatches, bars of speeds and of bytes, legends."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
+import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from benchmarks.result_files import MIB
+from benchmarks.result_files import MIB, Results
 
 # Okabe and Ito: distinct for the color-blind, too. https://jfly.uni-koeln.de/color/
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
@@ -21,9 +21,7 @@ VARIANT_COLORS = {  # the same in every picture; the keys are those of variants.
     "02": ORANGE,
     "03": SKY,
     "04": GREEN,
-    "04-shm": "#006048",  # darker
     "05": RED,
-    "05-shm": "#8C3A00",
     "05-local-bn": YELLOW,
     "05-bf16": PINK,
 }
@@ -46,60 +44,64 @@ HELD: dict[str, Look] = {  # what a process holds, by kind
 }
 
 
-def bars(
-    axis: Axes,
-    values: Mapping[str, float],
-    looks: Iterable[Look],
-    texts: Iterable[str],
-    intervals: Iterable[tuple[float, float]],
-) -> None:
-    """Horizontal bars, the first on top, with a text each; intervals: how far below and above."""
-    colors, hatches = zip(*looks, strict=True)
-    style: Any = {"color": colors, "hatch": hatches, "edgecolor": "white", "ecolor": "black"}
-    lengths = list(values.values())
-    errors = np.transpose(list(intervals))  # (2, bars)
-    axis.barh(list(values), lengths, xerr=errors, **style)
-    ends = lengths + errors[1]
-    for place, text in enumerate(texts):
-        axis.text(ends[place] + 0.02 * max(ends), place, text, va="center", fontsize=8, bbox=BLANK)
-    axis.set_xlim(0, 1.2 * max(ends))
+def draw_speeds(results: Results, keys: Sequence[str]) -> None:
+    """Draw how many times as fast as stage 01 each is, and its share of the ceiling."""
+    rows = {key: results["variants"][key] for key in keys if key in results["variants"]}
+    longest = max(1 / row["ratio_interval"][0] for row in rows.values())
+    axis = plt.subplots(figsize=(6.4, 5))[1]
+    for place, (key, row) in enumerate(rows.items()):
+        low, high = row["ratio_interval"]  # of times, not of speeds
+        speed = 1 / row["ratio"]
+        axis.barh(place, speed, color=VARIANT_COLORS[key])
+        axis.plot([1 / high, 1 / low], [place, place], color="black", linewidth=2)
+        share = f" · {row['share']:.0%}" if "share" in row else ""
+        axis.text(1 / low + 0.025 * longest, place, f"{speed:.2f}{share}", va="center", bbox=BLANK)
+    labels = [row["label"].replace(": ", ":\n").replace(" that", "\nthat") for row in rows.values()]
+    axis.set_yticks(range(len(rows)), labels)
+    axis.axvline(1, color="black", linewidth=0.8, linestyle=":")
+    axis.set(xlabel="times the speed of 01 · share of the ceiling", xlim=(0, 1.4 * longest))
+    title = "{model} on {cores} cores, {ranks} ranks, global batch {global_batch}"
+    title_above(axis, title.format_map(results))
     axis.invert_yaxis()
+    plt.show()
 
 
-def stack(
-    axis: Axes,
+def draw_bytes(
+    title: str,
     groups: Mapping[str, Sequence[Mapping[str, int]]],
-    looks: Mapping[str, Look],
+    looks: Mapping[str, Look] = HELD,
     texts: Sequence[str] = (),
 ) -> None:
-    """A stacked bar of bytes for each process of each group.
-
-    texts: above each group; by default the heights of its bars, one below another, equal ones once.
-    """
-    place, middles = 0, []
-    for group, processes in enumerate(groups.values()):
-        heights: dict[str, float] = {}  # by the text that shows each
-        for number, bytes_of in enumerate(processes):
-            bottom = 0.0
-            for kind, (color, hatch) in looks.items():
-                height = bytes_of.get(kind, 0) / MIB
-                look: Any = {"facecolor": color, "hatch": hatch, "edgecolor": "white"}
-                axis.bar(place + number, height, 0.9, bottom, **look)
-                bottom += height
-            heights[f"{bottom:.{int(bottom < 10)}f}"] = bottom
-        middles.append(place + (len(processes) - 1) / 2)
-        text = texts[group] if texts else "\n".join(heights)
-        top = max(heights.values())
-        axis.text(middles[-1], top, text, ha="center", va="bottom", fontsize="small")
-        place += len(processes) + 1
-    axis.set_xticks(middles, list(groups))
-    axis.set(ylabel="MiB held", ymargin=0.08)
-
-
-def legend(axis: Axes, looks: Mapping[str, Look], **where: Any) -> None:
-    """Draw the legend of a stack, whose lowest part is the lowest line."""
+    """Draw a bar for each process of each group; texts: beside the bars, else their MiB."""
+    bars = [(name, held) for name, processes in groups.items() for held in processes]
+    axis = plt.subplots(figsize=(6.4, 1.9 + 0.36 * (len(bars) + 0.5 * len(groups))))[1]
+    place, places = 0.0, dict[str, list[float]]()
+    for number, (name, held) in enumerate(bars):
+        place += 1.5 if name not in places else 1
+        places.setdefault(name, []).append(place)
+        left = 0.0
+        for kind, (color, hatch) in looks.items():
+            look: Any = {"facecolor": color, "hatch": hatch, "edgecolor": "white"}
+            axis.barh(place, held.get(kind, 0) / MIB, 0.9, left, **look)
+            left += held.get(kind, 0) / MIB
+        text = texts[number] if texts else f"{left:.{int(left < 10)}f}"
+        axis.text(left, place, f" {text}", va="center")
+    axis.set_yticks([sum(each) / len(each) for each in places.values()], [*places])
+    axis.set(xlabel="MiB", xmargin=0.1)
+    title_above(axis, title)
+    axis.invert_yaxis()
     patches = [
         Patch(facecolor=color, hatch=hatch, edgecolor="white", label=kind)
         for kind, (color, hatch) in looks.items()
+        if any(held.get(kind, 0) > 0.005 * MIB * left for _, held in bars)
     ]
-    axis.legend(handles=patches[::-1], fontsize="small", **where)
+    legend_below(axis, handles=patches, ncols=3)
+    plt.show()
+
+
+def title_above(axis: Axes, title: str) -> None:
+    axis.figure.suptitle(title, x=0.01, ha="left")
+
+
+def legend_below(axis: Axes, **options: Any) -> None:
+    axis.figure.legend(loc="outside lower center", fontsize="small", **options)

@@ -29,29 +29,40 @@ torch.set_num_threads(1)
 plt.rcParams["axes.prop_cycle"] = cycler(color=COLORS)
 plt.rcParams["axes.spines.top"] = plt.rcParams["axes.spines.right"] = False
 plt.rcParams["figure.constrained_layout.use"] = True
-plt.rcParams["figure.dpi"] = 90
+plt.rcParams["figure.figsize"] = 6.4, 4
+plt.rcParams["figure.dpi"] = 110
+plt.rcParams["font.size"] = 12  # narrow and large: it is read on phones, too
 set_matplotlib_formats("png")
 
 
-def committed() -> dict[str, Results]:
-    """The results of `make bench` on every machine, by its hardware.
+def committed(section: str) -> dict[str, Results]:
+    """This section of the results of `make bench` on every machine, by its hardware.
 
     The suite sets SHOWN_MACHINE, so that its notebooks do not show what a reader has measured.
     """
     shown = os.environ.get("SHOWN_MACHINE", "machines/*")
     machines = [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{shown}.json"))]
-    return {results["provenance"]["hardware"]: results for results in machines}
+    return {
+        results["provenance"]["hardware"]: results[section]
+        for results in machines
+        if section in results
+    }
 
 
-def check(answer: object, right: float | str, within: float = 0.05) -> None:
-    """Say whether an answer is right; a number may be off by that share of the right one."""
+def check(answer: object, right: float | str, within: float = 0.05, because: str = "") -> None:
+    """Say whether an answer is right; a number may be off by that share of the right one.
+
+    because: what to add to the verdict, once there is an answer.
+    """
     if answer is None:
         print("No answer yet: put it into the cell above, run that cell, then this one.")
-    elif isinstance(right, str):
-        print("Right." if answer == right else f"Not yet: {answer!r} is not it.")
+        return
+    if isinstance(right, str):
+        verdict = "Right." if answer == right else f"Not yet: {answer!r} is not it."
+        print(f"{verdict} {because}".rstrip())
     elif isinstance(answer, bool) or not isinstance(answer, (int, float)):
         print(f"Not yet: expected a number, got {answer!r}.")
     elif abs(answer - right) <= within * abs(right):
-        print(f"Right: {right:,.4g}.")
+        print(f"Right: {right:,.4g}. {because}".rstrip())
     else:
         print(f"Not yet: {answer:,.4g} is too {'large' if answer > right else 'small'}.")

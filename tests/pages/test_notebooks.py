@@ -1,6 +1,7 @@
 """The notebooks: what they show is true today, and each runs from top to bottom."""
 
 import os
+import re
 import time
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from ipykernel.kernelapp import IPKernelApp
 
+from helpers.small_data import few_digits
 from local_ranks.chapters import ROOT
 from local_ranks.ranks import PROCESS_DEFAULTS
 
@@ -67,8 +69,51 @@ def test_a_notebook_runs_again_and_shows_the_same(path, execute):
         assert pictures_of(after) == pictures_of(before), after.source
         if "measured" not in execute.tags(before):
             assert execute.text_of(after) == execute.text_of(before), after.source
-    assert answers["right"].startswith("Right")
-    assert answers["wrong"].startswith("Not yet")
+    assert answers
+    for answer in answers:
+        assert answer.right.startswith("Right"), answer
+        assert answer.wrong.startswith("Not yet"), answer
+
+
+def test_a_notebook_begins_with_its_name_and_says_when_to_read_it_and_how_long_it_takes(execute):
+    for path in execute.NOTEBOOKS:
+        first, *_ = execute.read(path).cells
+        assert first.source.startswith(f"# Notebook {path.name[:2]} · "), path.name
+        assert re.search(r"^\*\*After\*\* \[stage 0\d\].*minutes", first.source, re.M), path.name
+
+
+def test_two_of_the_three_other_lines_that_notebook_03_leaves_out_change_nothing(execute):
+    """It says so; and each is a line of stage 03, so that a reader can leave it out."""
+    same = import_module("same_result")
+    cells = execute.read(NOTEBOOKS / "03_same_result.ipynb").cells
+    lines = [line for cell in cells for line in re.findall(r"^- `(.+?)`:", cell.source, re.M)]
+    assert len(lines) == 3
+    with patch.object(same.train_stage, "ON_CPU", (*same.train_stage.ON_CPU, *few_digits())):
+        losses = same.train("03 by hand").losses
+        found = {line: same.train("03 by hand", leave_out=line).losses for line in lines}
+    unchanged = [line for line, its in found.items() if torch.allclose(its, losses, atol=1e-10)]
+    assert unchanged == lines[1:]
+
+
+def test_what_notebook_02_lets_a_reader_change_moves_the_bytes_that_its_text_says():
+    held_by_rank = import_module("memory_lab").held_by_rank
+    small = {"model": "net-bn", "pixels": 28}
+    before = held_by_rank(**small)
+    doubled = {kind: 2 * before[kind] for kind in ("batch", "activations", "outputs and loss")}
+    assert held_by_rank(**small, batch=128) == pytest.approx({**before, **doubled}, rel=0.01)
+    with_adam = held_by_rank(**small, optimizer="adam")["optimizer"]  # it also counts its steps
+    assert with_adam == pytest.approx(2 * before["optimizer"], rel=0.01)
+    one_of_two = held_by_rank(**small, ranks=2)
+    assert one_of_two["buckets"] == before["gradients"] == one_of_two["gradients"]
+    assert one_of_two["activations"] == pytest.approx(before["activations"] / 2, rel=0.01)
+    in_bf16 = held_by_rank(**small, bf16=True)["activations"]
+    assert before["activations"] / 2 < in_bf16 < before["activations"]
+
+
+def test_notebook_01_counts_a_message_for_each_parameter_by_hand_and_one_in_ddp():
+    steps = import_module("two_ranks").measure("net-bn", batch=8, rounds=1)
+    assert steps.messages == {"never talk": 0, "03 by hand": 12, "04 DDP": 1}
+    assert "12" in str(steps)
 
 
 def test_the_notebook_for_two_gpus_trains_on_two_cpu_ranks_where_there_is_no_gpu(execute):
