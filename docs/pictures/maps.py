@@ -34,7 +34,7 @@ LATER = (
     ("forecast", "how many GPUs pay?"),
     ("shard", "the model does not fit"),
     ("local_sgd", "slow network: talk less"),
-    ("puzzles", "find the mistake"),
+    ("puzzles", "write it, find the mistake"),
 )
 
 

@@ -33,7 +33,7 @@ LABELS = {  # what pages are called in the sidebar of the Chinese site
     "03_ddp_manual_allreduce/index": "03 · 手写全归约",
     "04_ddp_torchrun/index": "04 · DDP 与 torchrun",
     "05_amp_syncbn/index": "05 · AMP 与 SyncBN",
-    "beyond/puzzles/index": "谜题：找出错误（英文）",
+    "beyond/puzzles/index": "谜题：自己写，找错误（英文）",
     "beyond/convert/index": "改造你的脚本",
     "packages/prove/index": "证明它是对的（英文）",
     "beyond/index": "接下来走哪条路？（英文）",

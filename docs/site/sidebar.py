@@ -17,7 +17,7 @@ GROUPS = {
         "03_ddp_manual_allreduce/index": "03 · All-reduce by hand",
         "04_ddp_torchrun/index": "04 · DDP and torchrun",
         "05_amp_syncbn/index": "05 · AMP and SyncBN",
-        "beyond/puzzles/index": "Puzzles: find the mistake",
+        "beyond/puzzles/index": "Puzzles: write it, find it",
         "beyond/convert/index": "Convert your script",
         "packages/prove/index": "Prove that it is right",
     },
