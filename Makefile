@@ -17,8 +17,11 @@ TYPED += $(wildcard packages/*/src/*/*.py packages/*/evidence/*.py packages/*/ev
 TYPED += $(wildcard $(addprefix packages/prove/src/prove/,checks/*.py judge/*.py watch/*.py))
 TYPED := $(filter-out %/train.py %/minimal.py, $(TYPED))
 
-.PHONY: help tour test test-course test-prove test-shm format lint break gap puzzle bench
-.PHONY: gpu pictures notebooks bench-all faults shm-suite pages-quick pages site serve clean
+ANSWERS := beyond/puzzles/gaps/*/cure.diff packages/prove/evidence/mistakes/*/cure.diff
+ANSWERS += packages/prove/evidence/reported.md tests/beyond/test_puzzles.py
+
+.PHONY: help tour test test-course test-prove test-shm format lint break gap class-copy puzzle
+.PHONY: bench gpu pictures notebooks bench-all faults shm-suite pages-quick pages site serve clean
 
 help:  ## this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "%-12s %s\n", $$1, $$2 }' Makefile
@@ -50,10 +53,16 @@ lint: $(VENV)/checks-ready  ## check style, types and shell scripts: a minute
 	$(VENV)/bin/shellcheck .ci/run $(wildcard 0*/launch/*.sh 0*/launch/*.sbatch)
 
 break: $(VENV)/ready  ## try a row of a "Break it" table: STAGE=04 ROW=2; without ROW, list the rows
-	@PYTHONPATH=tests:docs/tools $(RUN) tests/pages/break_it.py $(STAGE) $(ROW)
+	@PYTHONPATH=tests:docs/tools:$$PYTHONPATH $(RUN) tests/pages/break_it.py $(STAGE) $(ROW)
 
 gap: $(VENV)/ready  ## write the missing lines of a script, and have them judged: N=1; HINT=1 shows prove's table
 	@$(RUN) beyond/puzzles/check_answer.py $(N:%=gap%) $(if $(HINT),--hint) $(if $(SHOW),--show) || test $$? = 1
+
+class-copy:  ## for a class: copy what is committed to the new folder TO, without answers and history
+	@mkdir $(TO)
+	git archive HEAD | tar -x -C $(TO)
+	cd $(TO) && rm beyond/puzzles/answers.md $(ANSWERS)
+	cd $(TO) && sed -i '/^ "mistake":/d' packages/prove/evidence/mistakes/*/about.json
 
 puzzle: $(VENV)/ready  ## find the mistake in a script, and have it judged: N=3; HINT=1 shows prove's table
 	@$(RUN) beyond/puzzles/check_answer.py $(N) $(if $(HINT),--hint) $(if $(SHOW),--show) || test $$? = 1

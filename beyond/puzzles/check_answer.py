@@ -9,11 +9,12 @@ judge_answer.py says what is right.
 
 For a class: a folder for each student, with what this program has put into runs/puzzles.
 
-    python beyond/puzzles/check_answer.py --folder class/*
+    python beyond/puzzles/check_answer.py --csv class.csv --folder class/*
 """
 
 import argparse
 import os
+import sys
 from itertools import zip_longest
 from pathlib import Path
 
@@ -67,14 +68,17 @@ def hand_out(puzzle: Puzzle, copy: Path, progress: Progress) -> int:
         print(f"\nYOUR LINES are missing in {path}. Write them, and type")
     else:
         print(f"\nIts mistake is yours to find. Correct it in {path}, and type")
-    print("the same once more: it is right if both columns agree, digit for digit in float64.")
-    print("HINT=1 shows what our checker prove says about it, and SHOW=1 both columns again.")
+    print("the same once more. HINT=1 shows what our checker prove says about it, and SHOW=1")
+    print("both columns again.")
     print(f"To run it: torchrun --standalone --nproc-per-node=2 {path}")
     return 0
 
 
 def decide(puzzle: Puzzle, copy: Path, progress: Progress) -> int:
-    verdict = judge(puzzle, read(copy))
+    source = read(copy)
+    if sys.stdout.isatty():
+        print("judging ...", flush=True)
+    verdict = judge(puzzle, source)
     progress.note(puzzle.name, "right" if verdict.is_right else "not yet")
     print(f"{'Right' if verdict.is_right else 'Not yet'}: {verdict.text}")
     if not verdict.is_right:
@@ -99,9 +103,10 @@ def main() -> int:
     add("--hint", action="store_true", help="what prove says about your copy")
     add("--show", action="store_true", help="what one rank and two ranks of your copy print")
     add("--folder", type=Path, nargs="+", default=[RUNS], help="of your copies; several: a class")
+    add("--csv", type=Path, help="for a class: also append the rows to this file")
     args = parser.parse_args()
-    if len(args.folder) > 1:
-        return grade(args.folder, [args.name] if args.name else list(PUZZLES))
+    if args.csv or len(args.folder) > 1:
+        return grade(args.folder, [args.name] if args.name else list(PUZZLES), args.csv)
     [folder] = args.folder
     progress = Progress(folder)
     if args.name is None:

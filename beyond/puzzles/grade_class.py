@@ -4,6 +4,7 @@ An answer is somebody else's program. Each is judged in processes of its own, wh
 time limit, and nothing that it has started goes on after it.
 """
 
+import csv
 import ctypes
 import json
 import multiprocessing
@@ -25,31 +26,49 @@ from progress import Progress, read
 SECONDS = 300  # time that an answer gets; the slowest right one takes a tenth of it
 BECOME_REAPER = 36  # of prctl: processes without a parent become children of this one
 fork: Any = multiprocessing.get_context("fork")
-ROW = "{:16.16}  {:5}  {:8}  {:>7}  {}"
+HEADS = ("who", "which", "verdict", "minutes", "cost, or what the judge says")
 
 
-def grade(folders: list[Path], names: list[str]) -> int:
-    """Print a row for each answer; return the exit status."""
-    for folder in folders:
-        if not folder.is_dir():
-            raise UsageError(f"{folder} is no folder, expected one for each student")
+def grade(folders: list[Path], names: list[str], table: Path | None) -> int:
+    """Print a row for each answer, and write them all to a table; return the exit status."""
+    students = [folder for folder in folders if folder.is_dir()]
+    for other in {*folders} - {*students}:
+        print(f"{other} is no folder, so it is left out", file=sys.stderr)
     torch.set_num_threads(1)  # a process with a pool of threads must not fork
     adopt_orphans()
-    print(ROW.format("who", "which", "verdict", "minutes", "cost, or what is missing"))
-    for folder in folders:
+    width = max([len(folder.name) for folder in students], default=3)
+    row = f"{{:{width}}}  {{:5}}  {{:8}}  {{:>7}}  {{}}"
+    print(row.format(*HEADS))
+    append(table, HEADS)
+    for folder in students:
         handed_in = right = 0
+        copies = where_copies_lie(folder)
         for puzzle in [PUZZLES[name] for name in names]:
-            copy = folder / puzzle.folder / "train.py"
+            copy = copies / puzzle.folder / "train.py"
             if not copy.parent.exists():
                 continue
             verdict = judge_apart(puzzle, copy)
-            minutes = minutes_of(folder, puzzle)
+            minutes = minutes_of(copies, puzzle) if verdict.is_right else ""
             said = "right" if verdict.is_right else "not yet"
             text = cost(puzzle) if verdict.is_right and not puzzle.is_gap else verdict.text
-            print(ROW.format(folder.name, puzzle.name, said, minutes, text), flush=True)
+            cells = (folder.name, puzzle.name, said, minutes, text)
+            append(table, cells)
+            print(row.format(*cells), flush=True)
             handed_in, right = handed_in + 1, right + verdict.is_right
-        print(f"{folder.name:16.16}  {right} of {handed_in} right\n", flush=True)
+        print(f"{folder.name:{width}}  {right} of {handed_in} right\n", flush=True)
     return 0
+
+
+def where_copies_lie(folder: Path) -> Path:
+    """The folder itself, or runs/puzzles in it, if all of that was handed in."""
+    logs = sorted(folder.rglob("progress.jsonl"), key=lambda log: len(log.parts))
+    return logs[0].parent if logs else folder
+
+
+def append(table: Path | None, cells: Iterable[str]) -> None:
+    if table:
+        with table.open("a", newline="") as file:
+            csv.writer(file).writerow(cells)
 
 
 def minutes_of(folder: Path, puzzle: Puzzle) -> str:

@@ -51,9 +51,12 @@ class Puzzle(NamedTuple):
     ranks_draw_apart: bool = False  # two ranks draw other random numbers than one
     order_is_free: bool = False  # two ranks may take the samples in another order than one
     if_apart: str = ""  # a question to those whose ranks do not train one model
+    if_changed: str = ""  # to those whose one rank no longer does
+    if_fails: str = ""  # to those whose script fails
     any_order: bool = False  # even one rank may, but in another one in each epoch
     in_16_bits: bool = False  # its own precision must lead to the number of float64, too
     counts_messages: bool = False
+    wrapper: str = ""  # the class of the module that must be called
 
     @property
     def is_gap(self) -> bool:
@@ -143,15 +146,18 @@ def judge(puzzle: Puzzle, source: str) -> Verdict:
     try:
         one, ranks = run(source, ranks=1)[0], run(source, ranks=2)
         text = judge_one_rank(puzzle, one) or compare_ranks(puzzle, one, *ranks)
+        if not text and puzzle.wrapper not in ("", ranks[0].module):
+            text = f"right, but {ranks[0].module} is called, and this one is about {puzzle.wrapper}"
         if not text and puzzle.in_16_bits:
             text = judge_precision(source, one)
         if not text and (said := objections(puzzle, source)):
             text = f"prove still objects to: {', '.join(said)} (see HINT=1)"
     except ScriptError as error:
-        return Verdict(False, f"the script fails: {error}")
+        return Verdict(False, question(f"the script fails: {error}", puzzle.if_fails))
     if text:
         return Verdict(False, text)
-    return Verdict(True, puzzle.story.mistake + in_messages(puzzle, ranks[0]))
+    text = puzzle.story.mistake or "two ranks compute what one rank computes."
+    return Verdict(True, text + in_messages(puzzle, ranks[0]))
 
 
 def judge_one_rank(puzzle: Puzzle, one: Trace) -> str:
@@ -160,20 +166,25 @@ def judge_one_rank(puzzle: Puzzle, one: Trace) -> str:
     if puzzle.any_order:
         return differing_epochs([one], right, "one rank alone takes")
     if text := difference(one, right):
-        more = ". Other noise may be right elsewhere, but here" if puzzle.ranks_draw_apart else ""
-        more += " rank 0 must draw what one rank draws" if more else ""
-        if puzzle.is_gap and in_lengths(one, right):
-            more += ". Is there a 2 where the number of ranks belongs?"
-        return f"one rank alone no longer computes what it did: {text}{more}"
+        text = f"one rank alone no longer computes what it did: {text}"
+        if puzzle.ranks_draw_apart:
+            more = (
+                "Other noise may be right elsewhere, but here rank 0 must draw what one rank draws"
+            )
+            return f"{text}. {more}"
+        lengths = in_lengths(one, right, ON_ONE_RANK) if puzzle.is_gap else ""
+        return question(text, puzzle.if_changed or lengths)
     return ""
 
 
 def compare_ranks(puzzle: Puzzle, one: Trace, first: Trace, second: Trace) -> str:
     """What two ranks compute else than one rank of the same script; nothing if they agree."""
     if text := difference(replace(second, result=first.result), first):
-        return f"the two ranks do not train one model: {text}{if_apart(puzzle, first)}"
+        text = f"the two ranks do not train one model: {text}"
+        return question(text, *messages_of_first_step(puzzle, first), puzzle.if_apart)
     if puzzle.any_order:
-        return differing_epochs([first, second], one, "each of two ranks takes")
+        ranks = [first, second]
+        return differing_epochs(ranks, one, "each of two ranks takes") or same_order(ranks, one)
     if puzzle.order_is_free and (text := dealt_differently([first, second], one)):
         return f"the two ranks do not share the samples of one: {text}"
     draws = [*first.draws, *second.draws]
@@ -182,17 +193,24 @@ def compare_ranks(puzzle: Puzzle, one: Trace, first: Trace, second: Trace) -> st
     if puzzle.order_is_free or puzzle.ranks_draw_apart:
         return ""
     if text := difference(first, one):
-        more = in_lengths(first, one) if puzzle.is_gap else ""
-        return f"two ranks do not compute what one rank computes: {text}{more}"
+        lengths = in_lengths(first, one, ON_TWO_RANKS) if puzzle.is_gap else ""
+        return question(f"two ranks do not compute what one rank computes: {text}", lengths)
     return ""
 
 
-def if_apart(puzzle: Puzzle, rank: Trace) -> str:
-    """What to ask those whose ranks do not train one model."""
-    if puzzle.counts_messages and not rank.messages[0]:
-        return ". In it, nothing was sent"
-    sent = f" In it, a rank sent {rank.messages[0]} messages." if puzzle.counts_messages else ""
-    return f".{sent} {puzzle.if_apart}" if puzzle.if_apart else ""
+def question(text: str, *more: str) -> str:
+    """The text, and the questions that lead on from it."""
+    return ". ".join(filter(None, [text, *more]))
+
+
+def messages_of_first_step(puzzle: Puzzle, rank: Trace) -> list[str]:
+    if not puzzle.counts_messages:
+        return []
+    return [f"In it, a rank sent {messages(rank.messages[0])}"]
+
+
+def messages(number: int) -> str:
+    return f"{number or 'no'} message{'s' * (number != 1)}"
 
 
 def judge_precision(source: str, one: Trace) -> str:
@@ -221,9 +239,8 @@ def in_messages(puzzle: Puzzle, rank: Trace) -> str:
     if not puzzle.counts_messages:
         return ""
     number = rank.messages[1]
-    if number == 1:
-        return " In each step, a rank sends 1 message, as few as can be."
-    return f" In each step, a rank sends {number} messages; can you do it with 1?"
+    more = ", as few as can be." if number == 1 else "; can you do it with 1?"
+    return f" In each step, a rank sends {messages(number)}{more}"
 
 
 # Say what differs
@@ -244,17 +261,29 @@ def difference(trace: Trace, right: Trace) -> str:
     return ""
 
 
-def in_lengths(trace: Trace, right: Trace) -> str:
+ON_ONE_RANK = {
+    0.0: "No weight moves: is p.grad None? all_reduce returns nothing, it changes its tensor",
+    0.5: "Is there a 2 where the number of ranks belongs?",
+}
+ON_TWO_RANKS = {
+    2.0: "a sum in place of the mean, or a quotient that is thrown away?",
+    0.5: "divided once more than needed?",
+}
+
+
+def in_lengths(trace: Trace, right: Trace, why: dict[float, str]) -> str:
     """Say it if the first step has the right direction, but another length."""
     if not trace.weights or trace.weights[0].shape != right.weights[0].shape:
         return ""
     before = torch.cat([tensor.flatten() for tensor in right.first])
     mine, expected = trace.weights[0] - before, right.weights[0] - before
-    times = float(mine @ expected / expected.square().sum())
-    if abs(times - 1) < EQUAL or not (mine - times * expected).norm() <= 1e-6 * mine.norm():
+    times = round(float(mine @ expected / expected.square().sum()), 6)
+    if times == 1 or not (mine - times * expected).norm() <= 1e-5 * expected.norm():
         return ""
-    why = {2.0: ": a sum in place of the mean?", 0.5: ": divided once more than needed?"}
-    return f". The first step is {times:.3g} times as long{why.get(round(times, 6), '')}"
+    if why is ON_ONE_RANK and times in why:
+        return why[times]
+    more = f": {why[times]}" if times in why else ""
+    return f"The first step is {times:.3g} times as long{more}"
 
 
 def epochs(trace: Trace, steps: int) -> list[list[str]]:
@@ -272,11 +301,17 @@ def differing_epochs(ranks: list[Trace], right: Trace, who: str) -> str:
     if len(ranks[0].weights) != len(right.weights):
         steps_of = f"{len(ranks[0].weights)} steps, where one process took {len(right.weights)}"
         return f"{who} {steps_of}: does it take the samples that are its own?"
-    for number, parts in enumerate(zip(*of_ranks, strict=True), 1):
+    for number, parts in enumerate(zip(*of_ranks, strict=True)):
         if text := lacking(Counter(sample for part in parts for sample in part), every):
             return f"in epoch {number}, {who} the wrong samples: {text}"
-    for rank, of_rank in enumerate(of_ranks):
-        for number, (part, following) in enumerate(pairwise(of_rank), 1):
+    return ""
+
+
+def same_order(ranks: list[Trace], right: Trace) -> str:
+    """Two epochs in which a rank takes the same samples in the same order; nothing if none do."""
+    steps = len(right.weights) * len({*right.samples}) // len(right.samples)
+    for rank, trace in enumerate(ranks):
+        for number, (part, following) in enumerate(pairwise(epochs(trace, steps))):
             if part == following:
                 return f"epochs {number} and {number + 1} have the same order on rank {rank}"
     return ""

@@ -4,6 +4,9 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -196,6 +199,11 @@ OF_A_COPY = """\
 """
 CLIP = "    nn.utils.clip_grad_norm_(ddp.parameters(), MAX_NORM)\n"
 UNSCALE = "    scaler.unscale_(optimizer)\n"
+BROADCAST = """\
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, src=0)
+"""
+BY_HAND = textwrap.indent(BY_PARAMETER, " " * 8)
 ON_ONE_RANK = f"    if dist.get_rank() == 0:\n{BY_PARAMETER.replace('    ', '        ')}"
 
 RIGHT = {  # changes of our answer that leave it right, and words of the verdict
@@ -220,30 +228,48 @@ WRONG = {  # changes that make it wrong, and the first thing that differs
         "do not train one model: after step 1.+sent 4 messages. Is p.grad itself",
     ),
     ("gap1", "one rank"): ([(BY_PARAMETER, ON_ONE_RANK)], "a rank is left alone"),
+    ("gap1", "what all_reduce returns"): (
+        [
+            (
+                BY_PARAMETER.split("\n", 1)[1],
+                "        parameter.grad = dist.all_reduce(parameter.grad)\n",
+            )
+        ],
+        "No weight moves: is p.grad None",
+    ),
     ("gap1", "two in place of the world size"): (
         [("/= dist.get_world_size()", "/= 2")],
         "one rank alone no longer .+Is there a 2 where the number",
     ),
-    ("gap2", "one order"): ([("seed(epoch)", "seed(0)")], "epochs 1 and 2 have the same order"),
-    ("gap2", "overlap"): ([("seed(epoch)", "seed(epoch + rank)")], "in epoch 1, .+ come again"),
+    ("gap2", "seed of the rank"): ([("seed(epoch)", "seed(rank)")], "in epoch 0, .+ come again"),
+    ("gap2", "one order"): ([("seed(epoch)", "seed(0)")], "epochs 0 and 1 have the same order"),
+    ("gap2", "overlap"): ([("seed(epoch)", "seed(epoch + rank)")], "in epoch 0, .+ come again"),
     ("gap2", "whatever has drawn"): (
         [(", generator=torch.Generator().manual_seed(epoch)", "")],
-        "in epoch 1, .+ come again",
+        "in epoch 0, .+ come again",
     ),
     ("gap2", "all of it"): ([("order[rank::world_size]", "order")], "160 steps, where one .+ 80"),
     ("gap3", "model called"): ([("ddp(points)", "model(points)")], "one model.+ Is it the wrapper"),
+    ("gap3", "averaged by hand"): (
+        [
+            ("    ddp = DDP(model)\n", BROADCAST),
+            ("ddp(points)", "model(points)"),
+            ("            optimizer.step()\n", f"{BY_HAND}            optimizer.step()\n"),
+        ],
+        "right, but Sequential is called, and this one is about DistributedDataParallel",
+    ),
     ("gap3", "epoch not heard"): (
         [("        sampler.set_epoch(epoch)\n", "")],
-        "epochs 1 and 2 have the same order",
+        "epochs 0 and 1 have the same order",
     ),
     ("gap3", "no sampler"): ([("sampler=sampler", "shuffle=True")], "160 steps, where one .+ 80"),
     ("gap4", "clipped first"): (
         [(f"{UNSCALE}{CLIP}", f"{CLIP}{UNSCALE}")],
-        "one rank alone no longer computes",
+        "one rank alone no longer computes .+ Does clipping get the gradient unscaled",
     ),
     ("gap4", "no update"): (
         [("    scaler.update()\n", "")],
-        r"the script fails: line \d+: RuntimeError",
+        r"the script fails: line \d+: RuntimeError.+ the scale updated",
     ),
     ("gap4", "overflow not skipped"): (
         [("scaler.step(optimizer)", "optimizer.step()")],
@@ -262,7 +288,7 @@ def test_a_gap_is_filled_in_several_ways_and_the_first_difference_is_said(name):
         puzzle, {"gap": puzzle.story.script, **{case[1]: sources[case] for case in sources}}
     )
     assert not said["gap"][0], "as it is handed out"
-    assert name != "gap1" or said["gap"][1].endswith(". In it, nothing was sent")
+    assert name != "gap1" or "a rank sent no messages" in said["gap"][1]
     for cases, is_right in ((RIGHT, True), (WRONG, False)):
         for case in cases.keys() & changed.keys():
             assert said[case[1]][0] == is_right, (case, said)
@@ -281,7 +307,12 @@ def test_a_class_is_judged_and_nothing_runs_on(tmp_path):
     endless += ["    subprocess.Popen(['sleep', '987'], start_new_session=True)", "    return 1.0"]
     (bob / "gap1" / "train.py").write_text("\n".join(endless))
     (bob / "02").mkdir()
-    folders = ["--folder", str(anna), str(bob)]
+    (tmp_path / "note.txt").write_text("not a student")
+    anna.rename(tmp_path / "runs")  # a whole folder of runs
+    anna.mkdir()
+    (tmp_path / "runs").rename(anna / "puzzles")
+    folders = ["--folder", str(anna), str(bob), str(tmp_path / "note.txt")]
+    folders += ["--csv", str(tmp_path / "class.csv")]
     [(status, output)] = run_script("beyond/puzzles/check_answer.py", *folders)
     assert status == 0
     assert re.search(r"^anna +gap1 +right +0 +Two ranks train .+ 4 messages", output, re.M), output
@@ -295,8 +326,38 @@ def test_a_class_is_judged_and_nothing_runs_on(tmp_path):
         ("anna", "1 of 1"),
         ("bob", "0 of 2"),
     ]
+    assert "note.txt is no folder, so it is left out" in output
+    rows = [line.split(",")[:3] for line in (tmp_path / "class.csv").read_text().splitlines()]
+    assert rows[1:] == [
+        ["anna", "gap1", "right"],
+        ["bob", "gap1", "not yet"],
+        ["bob", "2", "not yet"],
+    ]
     commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline")]
     assert not any(b"sleep\x00987" in command for command in commands)
+
+
+def test_the_copy_for_a_class_has_no_answer_and_can_be_judged(tmp_path):
+    copy = tmp_path / "copy"
+    done = subprocess.run(
+        ["make", "class-copy", f"TO={copy}"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    texts = [path for path in copy.rglob("*") if path.is_file() and path.suffix != ".svg"]
+    everything = "\n".join(path.read_text(errors="replace") for path in texts)
+    for puzzle in PUZZLES.values():
+        assert puzzle.story.mistake not in everything, puzzle.name
+        added = [line[1:] for line in puzzle.story.diff.splitlines()[3:] if line[0] == "+"]
+        assert "\n".join(added) not in everything, puzzle.name
+        assert puzzle.purpose in everything, "the control: what is there is found"
+    (tmp_path / "01").mkdir()
+    (tmp_path / "01" / "train.py").write_text(PUZZLES[1].story.cure)
+    script = copy / "beyond" / "puzzles" / "check_answer.py"
+    ours = [str(copy), str(copy / "packages" / "prove" / "src")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(ours), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, script, "1", f"--folder={tmp_path}"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("Right: two ranks compute what one rank computes."), done
 
 
 def _judge_apart(copy: Path, file: Path) -> None:

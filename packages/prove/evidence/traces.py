@@ -58,7 +58,8 @@ class Trace:
     messages: list[int] = field(
         default_factory=lambda: [0]
     )  # calls of collectives before each step
-    autocast: str = ""  # the format of the last forward, if autocast is on
+    module: str = ""  # class of the module that was called last in training
+    autocast: str = ""  # the format of that forward, if autocast is on
     result: Any = None  # return value of main(), unless run as a program
     printed: str = ""
 
@@ -113,6 +114,7 @@ class Recorder:
             self.known |= {id(p) for p in new}
             self.trace.first += [full(p) for p in new]
         if self.depth == 1 and module.training and torch.is_grad_enabled():
+            self.trace.module = type(module).__name__
             is_on = torch.is_autocast_enabled("cpu")
             self.trace.autocast = str(torch.get_autocast_dtype("cpu")) if is_on else ""
             batch = next((x for x in inputs if isinstance(x, Tensor)), torch.empty(0))

@@ -1,4 +1,4 @@
-"""Learns the shape of a ring-shaped wave, in fp16, for which its gradients are too small."""
+"""Learns a ring-shaped wave, in fp16, for which its gradients are too small."""
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,8 @@ def train_step(ddp, optimizer, scaler, radii, waves):
     with torch.autocast("cpu", torch.float16):
         loss = F.mse_loss(ddp(radii), waves) * METERS_PER_MILLIMETER**2
     optimizer.zero_grad()
-    # YOUR LINES. This is the step of fp32. In fp16, the scaler must take part: five calls in
-    # the right order instead of three.
+    # YOUR LINES. This is the step of fp32. In fp16, the scaler takes part in it, four times, and
+    # the order counts.
     loss.backward()
     nn.utils.clip_grad_norm_(ddp.parameters(), MAX_NORM)
     optimizer.step()
