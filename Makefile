@@ -62,7 +62,7 @@ class-copy:  ## for a class: copy what is committed to the new folder TO, withou
 	@mkdir $(TO)
 	git archive HEAD | tar -x -C $(TO)
 	cd $(TO) && rm beyond/puzzles/answers.md $(ANSWERS)
-	cd $(TO) && sed -i '/^ "mistake":/d' packages/prove/evidence/mistakes/*/about.json
+	cd $(TO) && sed -i 's/^ "mistake": ".*"/ "mistake": ""/' packages/prove/evidence/mistakes/*/about.json
 
 puzzle: $(VENV)/ready  ## find the mistake in a script, and have it judged: N=3; HINT=1 shows prove's table
 	@$(RUN) beyond/puzzles/check_answer.py $(N) $(if $(HINT),--hint) $(if $(SHOW),--show) || test $$? = 1

@@ -22,7 +22,7 @@ class Story:
     set: str
     kind: str
     report: str  # address of the report
-    mistake: str = ""  # a class may get it without this
+    mistake: str
     puzzle: dict = field(default_factory=dict)  # texts for readers who search for the mistake
     home: Path = MISTAKES
 
