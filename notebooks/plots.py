@@ -58,7 +58,7 @@ def draw_speeds(results: Results, keys: Sequence[str]) -> None:
         axis.plot([1 / high, 1 / low], [place, place], color="white", linewidth=1.5)
         share = f" · {row['share']:.0%}" if "share" in row else ""
         axis.text(1 / low + 0.025 * longest, place, f"{speed:.2f}{share}", va="center", bbox=BLANK)
-        name_above(axis, row["label"], place - 0.25)
+        name_above(axis, row["label"], place - 0.29)
     axis.axvline(1, color="black", linewidth=0.8, linestyle=":")
     axis.set(xlabel="times the speed of 01 · share of the ceiling", xlim=(0, 1.45 * longest))
     title = "{model}, {cores} cores, {ranks} ranks, global batch {global_batch}"
