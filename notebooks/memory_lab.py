@@ -6,10 +6,20 @@ import torch
 import torch.distributed as dist
 
 import peak
-from benchmarks.measure.memory import BytesOf, CountedStep, ddp
+from benchmarks.measure.memory import BytesOf, CountedStep, ddp, stage_02_memory
 from benchmarks.result_files import MIB, Results
 from local_ranks.ranks import run_ranks
 from plots import HELD, draw_bytes
+
+__all__ = [
+    "draw_bytes",
+    "draw_change",
+    "draw_ways",
+    "held_by_rank",
+    "held_by_replicas",
+    "mib",
+    "rehearsed_peak",
+]
 
 
 def take_steps(rank: int, plan: peak.Plan, batch: int, options: dict[str, Any]) -> BytesOf:
@@ -34,6 +44,20 @@ def held_by_rank(
         options["wrap"] = ddp
     first, *_ = run_ranks(ranks, take_steps, plan, batch, options, quiet=True)
     return first
+
+
+def held_by_replicas(replicas: int, loss_inside_forward: bool = False) -> list[int]:
+    """How many MiB each replica of DataParallel holds, of a small language model (memory.py)."""
+    example = stage_02_memory.examples()["words"]
+    held = stage_02_memory.held_by_replica(example, replicas, loss_inside_forward)
+    return [round(mib(each)) for each in held]
+
+
+def rehearsed_peak(model: str, pixels: int, micro_batch: int, number: int) -> float:
+    """MiB at the peak of a step with Adam in so many micro-batches, by fit.py's rehearsal."""
+    plan = peak.Plan(model, pixels, "adam")
+    most, _ = peak.rehearsed_peak(plan, micro_batch, number)
+    return most / MIB
 
 
 def mib(held: BytesOf) -> float:

@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
+from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 from benchmarks.variants import VARIANTS
 from common.data import load_dataset
 from common.models import build_model
 from local_ranks import train_stage
-from plots import VARIANT_COLORS, legend_below, title_above
+from plots import VARIANT_COLORS, WIDTH, legend_below, title_above
 
 SETTINGS = [
     "--model=net-bn",
@@ -23,6 +24,7 @@ SETTINGS = [
     "--momentum=0.9",
 ]
 SAME = 1e-10  # nearer than any other computation, farther than rounding in float64
+FLOOR = 1e-17  # where a logarithmic axis shows 0
 STYLES = (("o", "-"), ("s", "--"), ("^", "-."), ("D", ":"), ("v", "-"))
 
 
@@ -75,45 +77,51 @@ def repeats(distances: Mapping[str, float]) -> str:
     return nearest if distances[nearest] < SAME else "nothing"
 
 
-def draw_lines(title: str, lines: Mapping[str, Tensor], ylabel: str, **options: Any) -> None:
+def draw_lines(title: str, lines: Mapping[str, Tensor], ylabel: str, linked: bool = True) -> Axes:
     """Draw a line for each run; the first is wide and pale, so that those upon it are seen."""
-    axis = plt.subplots(figsize=(6.4, 4.4))[1]
+    axis = plt.subplots(figsize=(WIDTH, 4.6))[1]
     for number, (name, values) in enumerate(lines.items()):
         marker, style = STYLES[number % len(STYLES)]
         color = VARIANT_COLORS[RUNS[name].key] if name in RUNS else f"C{number}"
-        look: Any = {"marker": marker, "linestyle": style, "markersize": 4}
-        if number == 0 and name in RUNS:
+        look: Any = {"marker": marker, "linestyle": style if linked else "", "markersize": 5}
+        if number == 0 and linked:
             look = {"linewidth": 7, "alpha": 0.3}
         axis.plot(range(1, len(values) + 1), values, color=color, label=name, **look)
-    axis.set(xlabel="optimizer step", ylabel=ylabel, **options)
+    axis.set(xlabel="optimizer step", ylabel=ylabel)
     title_above(axis, title)
     legend_below(axis, ncols=2)
+    return axis
+
+
+def draw_losses(title: str, runs: Mapping[str, Any]) -> None:
+    draw_lines(title, {name: run.losses for name, run in runs.items()}, "loss of the global batch")
     plt.show()
-
-
-def draw_losses(runs: Mapping[str, Any]) -> None:
-    losses = {name: run.losses for name, run in runs.items()}
-    draw_lines("Five stages, one training loss?", losses, "loss of the global batch")
 
 
 def draw_distances(title: str, pairs: Mapping[str, tuple[Any, Any]]) -> None:
     """Draw how far the losses of two runs are apart, step by step, for each pair."""
     lines = {name: (a.losses - b.losses).abs() for name, (a, b) in pairs.items()}
-    seen = {name: line.where(line > 0, math.nan) for name, line in lines.items()}
-    draw_lines(title, seen, "|difference| of the losses", yscale="log")
+    seen = {name: line.clamp(min=FLOOR) for name, line in lines.items()}
+    axis = draw_lines(title, seen, "|difference| of the losses", linked=False)
+    powers = range(-15, 0, 3)
+    axis.set_yscale("log")
+    axis.minorticks_off()
+    axis.set_yticks([FLOOR, *(10.0**n for n in powers)], ["0", *(f"$10^{{{n}}}$" for n in powers)])
+    plt.show()
 
 
 def draw_matrix(distances: Mapping[str, Mapping[str, float]]) -> None:
     rows = [[*row.values()] for row in distances.values()]
-    axis = plt.subplots(figsize=(6.4, 1.2 + 0.5 * len(rows)))[1]
-    logs = [[math.log10(max(value, 1e-17)) for value in row] for row in rows]
+    axis = plt.subplots(figsize=(WIDTH, 1.1 + 0.45 * len(rows)))[1]
+    logs = [[math.log10(max(value, FLOOR)) for value in row] for row in rows]
     axis.imshow(logs, cmap="cividis", vmin=-17, vmax=0, aspect="auto")
     axis.set_xticks(range(len(rows[0])), [*next(iter(distances.values()))])
     axis.set_yticks(range(len(rows)), [*distances])
+    axis.tick_params(labelsize=11, length=0)
     for y, row in enumerate(rows):
         for x, value in enumerate(row):
             text, color = ("same", "white") if value < SAME else (f"{value:.1g}", "black")
             axis.text(x, y, text, ha="center", va="center", color=color)
     axis.spines[:].set_visible(False)
-    title_above(axis, "Largest difference between stage and replay")
+    title_above(axis, "Largest difference of stage and replay")
     plt.show()

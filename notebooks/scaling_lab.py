@@ -14,7 +14,7 @@ import step_model
 from benchmarks.measure.timing import interleave_steps
 from benchmarks.result_files import Results
 from local_ranks.ranks import run_ranks
-from plots import BLUE, ORANGE, SKY, legend_below, title_above
+from plots import BLUE, ORANGE, SKY, WIDTH, legend_below, title_above
 from step_model import Link
 
 
@@ -47,7 +47,7 @@ def step_on(job: step_model.Job, gbit: float, ranks: int = 8) -> Any:
 
 def draw_step(job: step_model.Job, gbit: float) -> None:
     step, forward = step_on(job, gbit), 1000 * job.forward
-    axis = plt.subplots(figsize=(6.4, 2.4))[1]
+    axis = plt.subplots(figsize=(WIDTH, 2.4))[1]
     for name, left, width, color in (
         ("forward", 0, forward, SKY),
         ("backward", forward, 1000 * job.backward, BLUE),
@@ -65,7 +65,7 @@ def draw_step(job: step_model.Job, gbit: float) -> None:
 
 def draw_predictions(rows: Sequence[Results]) -> None:
     """Draw each predicted step over the measured one, on axes on which a ratio is a distance."""
-    axis = plt.subplots(figsize=(6.4, 4.6))[1]
+    axis = plt.subplots(figsize=(WIDTH, 5.2))[1]
     links = dict.fromkeys(row["link"] for row in rows)
     for link, marker in zip(links, "os^Dv", strict=True):
         points = [(r["measured_ms"], r["predicted_ms"]) for r in rows if r["link"] == link]
@@ -75,18 +75,18 @@ def draw_predictions(rows: Sequence[Results]) -> None:
     axis.set(xscale="log", yscale="log", xlabel="measured step, ms", ylabel="predicted step, ms")
     axis.set_xticks(ticks := (10, 100, 1000), labels := ("10", "100", "1,000"))
     axis.set_yticks(ticks, labels)
-    title_above(axis, f"{len(rows)} steps of DDP; on the line, forecast = measurement")
+    title_above(axis, f"{len(rows)} steps of DDP: forecast and measurement")
     legend_below(axis, ncols=2)
     plt.show()
 
 
 def draw_efficiencies(lines: Mapping[str, Sequence[float]], gpus: Sequence[int]) -> None:
-    axis = plt.subplots(figsize=(6.4, 4.4))[1]
+    axis = plt.subplots(figsize=(WIDTH, 4.4))[1]
     for (name, efficiencies), marker in zip(lines.items(), "os^Dv", strict=False):
         axis.plot(gpus, [100 * each for each in efficiencies], marker=marker, label=name)
     axis.set_xscale("log", base=2)
     axis.set_xticks(gpus, [f"{n:,}" for n in gpus])
     axis.set(xlabel="GPUs", ylabel="efficiency, %", ylim=(0, 105))
-    title_above(axis, "ResNet-50, 64 images a GPU, 8 GPUs a node: a forecast")
+    title_above(axis, "ResNet-50 on nodes of 8 GPUs: a forecast")
     legend_below(axis, ncols=2)
     plt.show()

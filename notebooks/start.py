@@ -29,9 +29,8 @@ torch.set_num_threads(1)
 plt.rcParams["axes.prop_cycle"] = cycler(color=COLORS)
 plt.rcParams["axes.spines.top"] = plt.rcParams["axes.spines.right"] = False
 plt.rcParams["figure.constrained_layout.use"] = True
-plt.rcParams["figure.figsize"] = 6.4, 4
-plt.rcParams["figure.dpi"] = 110
-plt.rcParams["font.size"] = 12  # narrow and large: it is read on phones, too
+plt.rcParams["figure.dpi"] = 150  # with WIDTH, a phone of 368 pixels shows it at half its size
+plt.rcParams["font.size"] = plt.rcParams["figure.titlesize"] = 12
 set_matplotlib_formats("png")
 
 
@@ -49,20 +48,30 @@ def committed(section: str) -> dict[str, Results]:
     }
 
 
-def check(answer: object, right: float | str, within: float = 0.05, because: str = "") -> None:
+def check(
+    answer: object,
+    right: float | str | None,
+    within: float = 0.05,
+    because: str = "",
+    hint: str = "",
+) -> None:
     """Say whether an answer is right; a number may be off by that share of the right one.
 
+    right: None if a measurement was too noisy to tell.
     because: what to add to the verdict, once there is an answer.
+    hint: what to add to it if it is wrong.
     """
     if answer is None:
         print("No answer yet: put it into the cell above, run that cell, then this one.")
-        return
-    if isinstance(right, str):
-        verdict = "Right." if answer == right else f"Not yet: {answer!r} is not it."
+    elif right is None:
+        print(f"The machine was too busy to tell: run this cell again. {because}".rstrip())
+    elif isinstance(right, str):
+        verdict = "Right." if answer == right else f"Not yet: {answer!r} is not it. {hint}".rstrip()
         print(f"{verdict} {because}".rstrip())
     elif isinstance(answer, bool) or not isinstance(answer, (int, float)):
         print(f"Not yet: expected a number, got {answer!r}.")
     elif abs(answer - right) <= within * abs(right):
         print(f"Right: {right:,.4g}. {because}".rstrip())
     else:
-        print(f"Not yet: {answer:,.4g} is too {'large' if answer > right else 'small'}.")
+        size = "large" if answer > right else "small"
+        print(f"Not yet: {answer:,.4g} is too {size}. {hint}".rstrip())

@@ -9,7 +9,7 @@ from tabulate import tabulate
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.measure.timing import interleave_steps
+from benchmarks.measure.timing import interleave_steps, ratio_to
 from benchmarks.measure.training_step import build, step_on_copy
 from local_ranks.ranks import run_ranks
 from local_ranks.train_stage import load_stage
@@ -29,6 +29,11 @@ class Steps(NamedTuple):
         On a busy machine the other rounds tell more of what else it does.
         """
         return min(self.seconds[ALONE]) / min(self.seconds[way])
+
+    def interval(self, way: str) -> tuple[float, float]:
+        """Tell between what the share of the ceiling lies, by the rounds: the 95 % interval."""
+        _, (low, high) = ratio_to(self.seconds[way], self.seconds[ALONE])
+        return low, high
 
     def __str__(self) -> str:
         rows = [
@@ -67,3 +72,10 @@ def measure(model: str = "net-bn", batch: int = 120, ranks: int = 2, rounds: int
     """Let ranks of this machine take steps in three ways, in turns; batch: the global batch."""
     first, *_ = run_ranks(ranks, take_steps, model, batch, rounds, quiet=True)
     return first
+
+
+def change(before: tuple[float, float], after: tuple[float, float]) -> str | None:
+    """Say whether a share rises or falls, or None if the intervals overlap."""
+    if after[0] > before[1]:
+        return "rises"
+    return "falls" if after[1] < before[0] else None
