@@ -57,13 +57,13 @@
     isWide: () =>
       [document.documentElement, document.querySelector(".content")] // what could scroll
         .some((it) => it && it.scrollWidth > it.clientWidth),
-    hasPoorPicture: () =>
-      all("article img").some((it) => {
+    poorPictures: () =>
+      all("article img").filter((it) => {
         const wide = it.getBoundingClientRect().width;
         // Where an SVG has its own width, letters have 19 pixels.
-        const least = isPlot(it) ? 0 : 0.6 * it.naturalWidth;
-        return !it.naturalWidth || wide < least || it.parentElement.clientWidth < Math.floor(wide);
-      }),
+        const isSmall = !isPlot(it) && wide < 0.6 * it.naturalWidth;
+        return !it.naturalWidth || isSmall || it.parentElement.clientWidth < Math.floor(wide);
+      }).map((it) => it.alt.slice(0, 40)),
     cutCommands: () => // and single lines of output
       all(".highlight-bash pre, .highlight-text pre").filter((it) => {
         const text = it.textContent.trim();

@@ -105,10 +105,9 @@ class Visitor:
         for width in WIDTHS:
             self.open(address, width)
             self.ask("isWide", f"is wider than a screen of {width} pixels")
-            self.ask(
-                "hasPoorPicture", f"has a picture that is missing, small or cut on {width} pixels"
-            )
-            self.ask("cutCommands", f"cuts a command on {width} pixels")
+            fault = f"has a picture that is missing, small or cut on {width} pixels"
+            self.ask("poorPictures", fault)
+            self.ask("cutCommands", f"cuts a command or a sentence on {width} pixels")
             if width == WIDTHS[-1]:
                 self.ask("cutCode", f"cuts code on {width} pixels")
             self.ask("hidden", f"hides a part without a sign on {width} pixels")

@@ -13,7 +13,9 @@ import re
 PROSE = 18  # letters per cell, on average: a table of figures has fewer
 LONGEST = 32  # letters of a word that is never broken
 COMMAND = re.compile(r"(\$ )?(\w+=\S* )*(python3?|torchrun|pip|make|git|sbatch|srun) ")
-SENTENCE = re.compile(r"(?=.{40})(\S+ ){4,}\S+")  # what stands in the last column of a line
+COLUMNS = re.compile(r"(.*\S {2,}| *)(\S.*)")  # of a line of output: those before the last, and it
+SENTENCE = re.compile(r"(?=.{30})(\S+ ){4,}\S+")  # of the last column
+FAR = 16  # letters before the last column: on a phone, the sentence goes below them
 
 
 def plain(cell: str) -> str:
@@ -49,22 +51,36 @@ def with_lines(command: re.Match[str]) -> str:
 
 
 def with_sentences(output: re.Match[str]) -> str:
-    """Each line that is a command or has a sentence is a block, and says how far it hangs."""
+    """Each line that is a command or has a sentence is a block, as are those of its columns."""
     lines = output[2].splitlines(keepends=True)
-    return f"{output[1]}{''.join(wrapped(line, len(lines) == 1) for line in lines)}</pre>"
+    rows = [COLUMNS.fullmatch(html.unescape(line).rstrip()) for line in lines]
+    starts = {start(row) for row in rows if row and (len(rows) == 1 or is_sentence(row))}
+    blocks = [
+        block(line, row) if row and (start(row) in starts or COMMAND.match(row[0])) else line
+        for line, row in zip(lines, rows, strict=True)
+    ]
+    return f"{output[1]}{''.join(blocks)}</pre>"
 
 
-def wrapped(line: str, alone: bool) -> str:
-    text = html.unescape(line).rstrip()
-    if COMMAND.match(text):
+def start(row: re.Match[str]) -> int:
+    """Where the last column starts, or 0 if it is the only one."""
+    return len(row[1]) if row[1].strip() else 0
+
+
+def is_sentence(row: re.Match[str]) -> bool:
+    """Does the last column hold sentences, and no other one?"""
+    return bool(SENTENCE.fullmatch(row[2])) and not SENTENCE.search(row[1])
+
+
+def block(line: str, row: re.Match[str]) -> str:
+    if COMMAND.match(row[0]):
         parts = re.split(r"(\s+)", line)
         words = [f'<span class="whole">{part}</span>' if is_word(part) else part for part in parts]
         return f'<span class="line">{"".join(words)}</span>'
-    before, last = re.fullmatch(r"(.*\S {2,}|\s*)(\S.*|)", text).groups()
-    if not (alone or SENTENCE.fullmatch(last)):
-        return line
-    hang = len(before) + 2 * (not before.strip())
-    return f'<span class="line" style="--hang: {hang}ch">{line}</span>'
+    if not start(row):  # an indent is no place to break a line
+        return f'<span class="line" style="margin-left: {len(row[1])}ch">{line.lstrip(" ")}</span>'
+    kind = "line far" if start(row) > FAR else "line"
+    return f'<span class="{kind}" style="--hang: {start(row)}ch">{line}</span>'
 
 
 def is_word(part: str) -> bool:
