@@ -21,10 +21,10 @@ STOPS = (
     Stop("02 DataParallel", "one line, but don't use it", may_wait=True),
     Stop("03 by hand", "the mean of all gradients"),
     Stop("04 DDP, torchrun", "the same, but faster"),
-    Stop("05 AMP, SyncBN", "16 bits, BatchNorm over all", may_wait=True),
+    Stop("05 AMP, SyncBN", "16 bits, global BatchNorm", may_wait=True),
     Stop("notebook 03", "which stages agree", may_wait=True),
 )
-FILES = {3: ("minimal.py", "45 lines to read"), 4: ("template.py", "150 to take home")}
+FILES = {3: ("minimal.py", "DDP in 45 lines"), 4: ("template.py", "all in 150 lines")}
 YOURS = (
     ("convert", "six small steps"),
     ("prove", "is it right?"),

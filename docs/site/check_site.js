@@ -2,6 +2,13 @@
 {
   const all = (selector) => [...document.querySelectorAll(selector)];
   const start = (it) => it.textContent.trim().slice(0, 40);
+  const isCut = (it) => it.scrollWidth > it.clientWidth;
+  const isPlot = (it) => it.src.startsWith("data:");
+  const longest = (it) => { // of its lines, without their numbers and the signs of a diff
+    const numbers = it.querySelector(".linenos")?.textContent.length ?? 0;
+    const lengths = it.textContent.split("\n").map((line) => line.length);
+    return Math.max(...lengths) - numbers - !!it.closest(".highlight-diff");
+  };
   const choose = (theme) => (document.body.dataset.theme = theme);
 
   // How light it is where these colors lie on each other: the relative luminance of WCAG 2.
@@ -17,6 +24,9 @@
       canvas.fillStyle = color;
       canvas.fillRect(0, 0, 1, 1);
     }
+    return pixel();
+  };
+  const pixel = () => {
     const parts = [...canvas.getImageData(0, 0, 1, 1).data].map((part) => part / 255);
     const [r, g, b] = parts.map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
@@ -47,13 +57,20 @@
     isWide: () =>
       [document.documentElement, document.querySelector(".content")] // what could scroll
         .some((it) => it && it.scrollWidth > it.clientWidth),
-    hasSmallPicture: () =>
-      all("article img").some(
-        // Where it has its own width, letters have 19 pixels.
-        (it) => !it.naturalWidth || it.getBoundingClientRect().width < 0.6 * it.naturalWidth,
-      ),
-    cutCommands: () =>
-      all(".highlight-bash pre").filter((it) => it.scrollWidth > it.clientWidth).map(start),
+    poorPictures: () =>
+      all("article img").filter((it) => {
+        const wide = it.getBoundingClientRect().width;
+        // Where an SVG has its own width, letters have 19 pixels.
+        const isSmall = !isPlot(it) && wide < 0.6 * it.naturalWidth;
+        return !it.naturalWidth || isSmall || it.parentElement.clientWidth < Math.floor(wide);
+      }).map((it) => it.alt.slice(0, 40)),
+    cutCommands: () => // and single lines of output
+      all(".highlight-bash pre, .highlight-text pre").filter((it) => {
+        const text = it.textContent.trim();
+        const isOutput = it.closest(".highlight-text") && text.includes("\n");
+        return isCut(it) && (!isOutput || /^(python|torchrun|pip|make) /.test(text));
+      }).map(start),
+    cutCode: () => all("article pre").filter((it) => isCut(it) && longest(it) <= 100).map(start),
     hidden: () =>
       all("article *")
         .filter((it) => it.scrollWidth > it.clientWidth + 1)
@@ -61,6 +78,15 @@
         .filter(([, look]) => look.overflowX !== "visible" && look.maskImage === "none")
         .map(([it]) => start(it)),
 
+    plotsIgnore: (theme, ground) => { // whose corner has not the color of the page, or nearly so
+      choose(theme);
+      return all("article img").filter(isPlot).some((it) => {
+        canvas.filter = getComputedStyle(it).filter;
+        canvas.drawImage(it, 0, 0, 1, 1, 0, 0, 1, 1);
+        canvas.filter = "none";
+        return Math.abs(pixel() - luminance([ground])) > 0.01;
+      });
+    },
     picturesIgnore: (theme) => {
       choose(theme);
       const isDark = (it) => getComputedStyle(it).colorScheme.includes("dark");

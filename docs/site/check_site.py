@@ -14,20 +14,21 @@ import shutil
 import sys
 from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from urllib.parse import unquote
 
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
-from sidebar import GROUPS, WAY, pages_of
+from sidebar import GROUPS, ROWS, WAY, pages_of
 
 ROOT = Path(__file__).parents[2]
 
 OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
 OPTIONS += ["--disable-sync", "--disable-background-networking", "--disable-component-update"]
 SAMPLE = ["zh/" * (i % 2) + f"{name}.html" for i, name in enumerate(WAY)]
-SAMPLE += ["zh/docs/claims.html", "01_single_gpu/train.py.html", "notebooks/03*.html"]
+SAMPLE += ["zh/docs/claims.html", "01_single_gpu/train.py.html", "notebooks/0[13]*.html"]
+SAMPLE += ["docs/teaching.html", "docs/two_gpus.html"]
 WIDTHS = (390, 1400)  # of a phone and of a laptop, in pixels
 THEMES = {"light": "#ffffff", "dark": "#131416"}  # with the colors of their pages
 CONTRAST = 4.5  # of words with what lies behind them
@@ -64,9 +65,9 @@ def way_faults(site: Path) -> Iterator[str]:
         if shown != wanted:
             yield f"{folder.name}: the sidebar has {shown}"
         for _, link in entries:
-            if re.search("claims|CONTRIBUTING|CHANGELOG|evidence/|results/", link):
+            if re.search("answers|claims|CONTRIBUTING|CHANGELOG|evidence/|results/", link):
                 yield f"{folder.name}: the sidebar has {link}"
-        for one, other in pairwise(WAY):
+        for one, other in chain.from_iterable(map(pairwise, ROWS)):
             for kind, page, target in [("next", one, other), ("prev", other, one)]:
                 link = os.path.relpath(f"{target}.html", os.path.dirname(page) or ".")
                 if f'<a class="{kind}-page" href="{link}">' not in pages.get(page, ""):
@@ -104,12 +105,14 @@ class Visitor:
         for width in WIDTHS:
             self.open(address, width)
             self.ask("isWide", f"is wider than a screen of {width} pixels")
-            self.ask(
-                "hasSmallPicture", f"has a picture that is missing, or small on {width} pixels"
-            )
-            self.ask("cutCommands", f"cuts a command on {width} pixels")
+            fault = f"has a picture that is missing, small or cut on {width} pixels"
+            self.ask("poorPictures", fault)
+            self.ask("cutCommands", f"cuts a command or a sentence on {width} pixels")
+            if width == WIDTHS[-1]:
+                self.ask("cutCode", f"cuts code on {width} pixels")
             self.ask("hidden", f"hides a part without a sign on {width} pixels")
         for theme, ground in THEMES.items():
+            self.ask("plotsIgnore", f"has plots that ignore the {theme} theme", theme, ground)
             self.ask("picturesIgnore", f"has pictures that ignore the {theme} theme", theme)
             fault = f"has too little contrast in the {theme} theme"
             self.ask("faint", fault, theme, ground, CONTRAST)

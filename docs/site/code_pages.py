@@ -29,11 +29,16 @@ def all_code(app: Sphinx) -> set[str]:
     return code_files | {path.relative_to(app.srcdir).as_posix() for path in code}
 
 
+def programs(app: Sphinx, pagename: str) -> str:
+    """The code beside a page that is a lesson or a chapter. Others have only what serves them."""
+    return "" if pagename.startswith(("docs/", "notebooks/")) else code_list(app, pagename)
+
+
 def code_list(app: Sphinx, pagename: str) -> str:
     """Links to the code in the folder of a page: the lesson first."""
     folder = pagename.rpartition("/")[0]
     beside = [n for n in all_code(app) if n.rpartition("/")[0] == folder != ""]
-    beside = [name for name in beside if Path(name).suffix in CODE]
+    beside = [n for n in beside if Path(n).suffix in CODE and Path(n).name != "__init__.py"]
     beside.sort(key=lambda n: (not n.endswith("/train.py"), n))
     links = [f'<li><a href="{Path(n).name}.html">{Path(n).name}</a></li>' for n in beside]
     return f"<ul>{''.join(links)}</ul>" if links else ""

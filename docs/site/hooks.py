@@ -23,11 +23,11 @@ from sphinx.transforms import SphinxTransform
 from sphinx.util import logging
 
 from chinese import CHINESE, LABELS, Words, translation, with_rebased_links, word
-from code_pages import code_list, collect
+from code_pages import collect, programs
 from markers import FENCE, WIDGET
 from narrow import for_narrow_screens
 from repository_pages import slugs
-from sidebar import GROUPS, WAY, is_shown, pages_of, parent
+from sidebar import GROUPS, ROWS, is_shown, pages_of, parent
 
 logger = logging.getLogger(__name__)
 SWITCH = r"\A\[(中文|English)\]\(.*\n"  # of the language, and to the site, which has its own
@@ -174,8 +174,8 @@ class AsOnGitHub(SphinxTransform):
 
 
 def neighbors(app: Sphinx, pagename: str) -> Iterator[dict[str, str] | None]:
-    """The previous and the next page: of the course, a page's chapters, or the notebooks."""
-    row = WAY
+    """The previous and the next page: of a row, a page's chapters, or the notebooks."""
+    row = next((row for row in ROWS if pagename in row), [])
     if start := parent(pagename):
         row = [start, *app.env.toctree_includes.get(start, [])]
     elif NUMBER.match(pagename):
@@ -199,7 +199,7 @@ def context(app: Sphinx, pagename: str, _: str, values: dict[str, Any], doctree:
     values["furo_navigation_tree"] = tree.replace(caption, f'{caption} aria-level="2"')
     values["follow"] = not values["furo_hide_toc"]  # the headings, when the reader scrolls
     values["beside"] = [(word(app, "On this page"), values["toc"])] if values["follow"] else []
-    if code := code_list(app, pagename):  # Furo hides a first link, so that it lies one list deeper
+    if code := programs(app, pagename):  # Furo hides a first link, so that it lies one list deeper
         values["beside"].append((word(app, "Code"), f"<ul><li>{code}</li></ul>"))
     values["furo_hide_toc"] = not values["beside"]
     if zh:

@@ -8,7 +8,7 @@ import fnmatch
 from collections.abc import Iterable
 from pathlib import PurePath
 
-# Previous and Next lead along the pages of the first group.
+# Previous and Next lead along the pages of "Course", and of "For a class".
 GROUPS = {
     "Course": {
         "index": "Start",
@@ -33,18 +33,21 @@ GROUPS = {
         "packages/shm/index": "shm: a backend to read",
         "notebooks/0*": "",  # each by the first words of its title
     },
+    "For a class": {
+        "docs/teaching": "A lab in four hours",
+        "docs/two_gpus": "Two GPUs for an hour",
+    },
     "Reference": {
         "docs/troubleshooting": "Troubleshooting",
         "docs/glossary": "Glossary",
-        "docs/two_gpus": "Two GPUs for an hour",
-        "docs/teaching*": "For teachers",
         "benchmarks/index": "Benchmarks",
     },
 }
-WAY = list(GROUPS["Course"])
+ROWS = [list(GROUPS["Course"]), list(GROUPS["For a class"])]
+WAY = ROWS[0]
 NAMES = {name: label for pages in GROUPS.values() for name, label in pages.items()}
 # No chapters, although they lie below a page of the sidebar.
-EVIDENCE = ("*/evidence/*", "*/results/*", "*/CHANGELOG")
+EVIDENCE = ("*/evidence/*", "*/results/*", "*/CHANGELOG", "beyond/puzzles/answers")
 
 
 def pages_of(group: str, found: Iterable[str]) -> list[tuple[str, str]]:
