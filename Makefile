@@ -18,7 +18,7 @@ TYPED += $(wildcard $(addprefix packages/prove/src/prove/,checks/*.py judge/*.py
 TYPED := $(filter-out %/train.py %/minimal.py, $(TYPED))
 
 ANSWERS := beyond/puzzles/gaps/*/cure.diff packages/prove/evidence/mistakes/*/cure.diff
-ANSWERS += packages/prove/evidence/reported.md tests/beyond/test_puzzles.py
+ANSWERS += packages/prove/evidence/reported.md tests/beyond/test_puzzles.py docs/teaching.md
 
 .PHONY: help tour test test-course test-prove test-shm format lint break gap class-copy puzzle
 .PHONY: bench gpu pictures notebooks bench-all faults shm-suite pages-quick pages site serve clean
@@ -62,7 +62,7 @@ class-copy:  ## for a class: copy what is committed to the new folder TO, withou
 	@mkdir $(TO)
 	git archive HEAD | tar -x -C $(TO)
 	cd $(TO) && rm beyond/puzzles/answers.md $(ANSWERS)
-	cd $(TO) && sed -i 's/^ "mistake": ".*"/ "mistake": ""/' packages/prove/evidence/mistakes/*/about.json
+	cd $(TO) && sed -i -E 's/^( *"(mistake|report|why_unseen)"): ".*"/\1: ""/' packages/prove/evidence/mistakes/*/about.json
 
 puzzle: $(VENV)/ready  ## find the mistake in a script, and have it judged: N=3; HINT=1 shows prove's table
 	@$(RUN) beyond/puzzles/check_answer.py $(N) $(if $(HINT),--hint) $(if $(SHOW),--show) || test $$? = 1

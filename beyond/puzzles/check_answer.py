@@ -9,7 +9,7 @@ judge_answer.py says what is right.
 
 For a class: a folder for each student, with what this program has put into runs/puzzles.
 
-    python beyond/puzzles/check_answer.py --csv class.csv --folder class/*
+    python beyond/puzzles/check_answer.py gap1 gap2 3 --csv class.csv --folder class/*
 """
 
 import argparse
@@ -99,20 +99,23 @@ def list_all(progress: Progress) -> None:
 def main() -> int:
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("name", nargs="?", type=name_of, help="of the puzzle: 1, 2, … or gap1, gap2, …")
+    add("name", nargs="*", type=name_of, help="of the puzzle: 1, 2, … or gap1, gap2, …")
     add("--hint", action="store_true", help="what prove says about your copy")
     add("--show", action="store_true", help="what one rank and two ranks of your copy print")
     add("--folder", type=Path, nargs="+", default=[RUNS], help="of your copies; several: a class")
     add("--csv", type=Path, help="for a class: also append the rows to this file")
     args = parser.parse_args()
     if args.csv or len(args.folder) > 1:
-        return grade(args.folder, [args.name] if args.name else list(PUZZLES), args.csv)
+        return grade(args.folder, args.name, args.csv)
+    if len(args.name) > 1:
+        parser.error(f"got {len(args.name)} names, expected one, or several folders: --folder A B")
     [folder] = args.folder
     progress = Progress(folder)
-    if args.name is None:
+    if not args.name:
         list_all(progress)
         return 0
-    puzzle = PUZZLES[args.name]
+    [name] = args.name
+    puzzle = PUZZLES[name]
     copy = folder / puzzle.folder / "train.py"
     if not copy.parent.exists():
         return hand_out(puzzle, copy, progress)

@@ -30,7 +30,10 @@ HEADS = ("who", "which", "verdict", "minutes", "cost, or what the judge says")
 
 
 def grade(folders: list[Path], names: list[str], table: Path | None) -> int:
-    """Print a row for each answer, and write them all to a table; return the exit status."""
+    """Print a row for each answer, and write them all to a table; return the exit status.
+
+    names: of the puzzles that all had to solve; if there are none, whatever was handed in counts.
+    """
     students = [folder for folder in folders if folder.is_dir()]
     for other in {*folders} - {*students}:
         print(f"{other} is no folder, so it is left out", file=sys.stderr)
@@ -39,24 +42,31 @@ def grade(folders: list[Path], names: list[str], table: Path | None) -> int:
     width = max([len(folder.name) for folder in students], default=3)
     row = f"{{:{width}}}  {{:5}}  {{:8}}  {{:>7}}  {{}}"
     print(row.format(*HEADS))
-    append(table, HEADS)
+    if table and not table.exists():
+        append(table, HEADS)
     for folder in students:
-        handed_in = right = 0
         copies = where_copies_lie(folder)
-        for puzzle in [PUZZLES[name] for name in names]:
-            copy = copies / puzzle.folder / "train.py"
-            if not copy.parent.exists():
-                continue
-            verdict = judge_apart(puzzle, copy)
-            minutes = minutes_of(copies, puzzle) if verdict.is_right else ""
-            said = "right" if verdict.is_right else "not yet"
-            text = cost(puzzle) if verdict.is_right and not puzzle.is_gap else verdict.text
-            cells = (folder.name, puzzle.name, said, minutes, text)
-            append(table, cells)
-            print(row.format(*cells), flush=True)
-            handed_in, right = handed_in + 1, right + verdict.is_right
-        print(f"{folder.name:{width}}  {right} of {handed_in} right\n", flush=True)
+        rows = []
+        for puzzle in [PUZZLES[name] for name in names or PUZZLES]:
+            if names or (copies / puzzle.folder).exists():
+                rows.append((folder.name, puzzle.name, *judged(puzzle, copies)))
+                append(table, rows[-1])
+                print(row.format(*rows[-1]), flush=True)
+        right = sum(cells[2] == "right" for cells in rows)
+        print(f"{folder.name:{width}}  {right} of {len(rows)} right\n", flush=True)
     return 0
+
+
+def judged(puzzle: Puzzle, copies: Path) -> tuple[str, str, str]:
+    """The verdict, the minutes, and what there is to say."""
+    copy = copies / puzzle.folder / "train.py"
+    if not copy.parent.exists():
+        return "missing", "", "not handed in"
+    verdict = judge_apart(puzzle, copy)
+    if not verdict.is_right:
+        return "not yet", "", verdict.text
+    text = verdict.text if puzzle.is_gap else cost(puzzle)
+    return "right", minutes_of(copies, puzzle), text
 
 
 def where_copies_lie(folder: Path) -> Path:

@@ -31,7 +31,11 @@ GROUPS = {
     "Tools": {
         "04_ddp_torchrun/launch/index": "launch: machines, SLURM",
         "packages/shm/index": "shm: a backend to read",
-        "notebooks/0*": "",  # each by the first words of its title
+        "notebooks/01_throughput": "Notebook 01 · Throughput",
+        "notebooks/02_memory": "Notebook 02 · Memory",
+        "notebooks/03_same_result": "Notebook 03 · Same result",
+        "notebooks/04_scaling": "Notebook 04 · Scaling",
+        "notebooks/05_find_the_mistake": "Notebook 05 · Mistakes",
     },
     "For a class": {
         "docs/teaching": "A lab in four hours",

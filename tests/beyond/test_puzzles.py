@@ -313,9 +313,11 @@ def test_a_class_is_judged_and_nothing_runs_on(tmp_path):
     (tmp_path / "runs").rename(anna / "puzzles")
     folders = ["--folder", str(anna), str(bob), str(tmp_path / "note.txt")]
     folders += ["--csv", str(tmp_path / "class.csv")]
+    folders = ["gap1", "2", *folders]
     [(status, output)] = run_script("beyond/puzzles/check_answer.py", *folders)
     assert status == 0
     assert re.search(r"^anna +gap1 +right +0 +Two ranks train .+ 4 messages", output, re.M), output
+    assert re.search(r"^anna +2 +missing +not handed in$", output, re.M), output
     assert re.search(r"^bob +2 +not yet +\S*02/train.py is gone", output, re.M), output
     assert re.search(
         r"^bob +gap1 +not yet +one rank alone no longer .+ 0 optimizer steps, expected 80",
@@ -323,13 +325,14 @@ def test_a_class_is_judged_and_nothing_runs_on(tmp_path):
         re.M,
     ), output
     assert re.findall(r"^(\w+) +(\d of \d) right$", output, re.M) == [
-        ("anna", "1 of 1"),
+        ("anna", "1 of 2"),
         ("bob", "0 of 2"),
     ]
     assert "note.txt is no folder, so it is left out" in output
     rows = [line.split(",")[:3] for line in (tmp_path / "class.csv").read_text().splitlines()]
     assert rows[1:] == [
         ["anna", "gap1", "right"],
+        ["anna", "2", "missing"],
         ["bob", "gap1", "not yet"],
         ["bob", "2", "not yet"],
     ]
@@ -346,7 +349,8 @@ def test_the_copy_for_a_class_has_no_answer_and_can_be_judged(tmp_path):
     texts = [path for path in copy.rglob("*") if path.is_file() and path.suffix != ".svg"]
     everything = "\n".join(path.read_text(errors="replace") for path in texts)
     for puzzle in PUZZLES.values():
-        assert puzzle.story.mistake not in everything, puzzle.name
+        for text in (puzzle.story.mistake, puzzle.story.report, puzzle.why_unseen):
+            assert not text or text not in everything, (puzzle.name, text)
         changed = [line for line in puzzle.story.diff.splitlines()[2:] if line[0] in "+-"]
         assert not all(line in everything for line in changed), puzzle.name
         assert puzzle.purpose in everything, "the control: what is there is found"
