@@ -84,7 +84,9 @@ def decide(puzzle: Puzzle, copy: Path, progress: Progress) -> int:
     if not verdict.is_right:
         return 1
     if not puzzle.is_gap:
-        print(f"What it cost: {cost(puzzle)}.\nReported in {puzzle.story.report}")
+        print(f"What it cost: {cost(puzzle)}.")
+    if puzzle.story.report:  # a class gets none
+        print(f"Reported in {puzzle.story.report}")
     print(f"{len(progress.solved())} of {len(PUZZLES)} are solved; make puzzle lists them.")
     return 0
 
