@@ -181,7 +181,10 @@ def compare_ranks(puzzle: Puzzle, one: Trace, first: Trace, second: Trace) -> st
     """What two ranks compute else than one rank of the same script; nothing if they agree."""
     if text := difference(replace(second, result=first.result), first):
         text = f"the two ranks do not train one model: {text}"
-        return question(text, *messages_of_first_step(puzzle, first), puzzle.if_apart)
+        if puzzle.counts_messages:
+            text = f"{text}. In it, a rank sent {messages(first.messages[0])}"
+        is_silent = puzzle.counts_messages and not first.messages[0]
+        return question(text, "" if is_silent else puzzle.if_apart)
     if puzzle.any_order:
         ranks = [first, second]
         return differing_epochs(ranks, one, "each of two ranks takes") or same_order(ranks, one)
@@ -198,15 +201,9 @@ def compare_ranks(puzzle: Puzzle, one: Trace, first: Trace, second: Trace) -> st
     return ""
 
 
-def question(text: str, *more: str) -> str:
-    """The text, and the questions that lead on from it."""
-    return ". ".join(filter(None, [text, *more]))
-
-
-def messages_of_first_step(puzzle: Puzzle, rank: Trace) -> list[str]:
-    if not puzzle.counts_messages:
-        return []
-    return [f"In it, a rank sent {messages(rank.messages[0])}"]
+def question(text: str, more: str) -> str:
+    """The text, and what leads on from it, if there is something."""
+    return f"{text}. {more}" if more else text
 
 
 def messages(number: int) -> str:
