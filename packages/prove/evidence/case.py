@@ -18,6 +18,7 @@ class Case:
     cure: str = ""  # the script without its mistake, if prove judges it, too
     files: dict[str, str] = field(default_factory=dict)  # files that lie beside the script
     hashes_differ: bool = False  # by rank, as with a real torchrun, which takes seconds
+    proof: str = PROOF  # the row that must be right in a right script
 
 
 @dataclass
@@ -38,7 +39,7 @@ def judge(case: Case) -> Counted:
     answer = run_case(case, case.script)
     if case.cure:
         cured = run_case(case, case.cure)
-        outcome = f"{said_of_mistake(answer, cured)}; {said_of_cure(cured)}"
+        outcome = f"{said_of_mistake(answer, cured)}; {said_of_cure(cured, case.proof)}"
         return Counted(outcome, not cured.is_wrong, {"script": answer, "cure": cured})
     is_said = is_as_expected(case, answer)
     if case.verdict != RIGHT:
@@ -46,7 +47,7 @@ def judge(case: Case) -> Counted:
     elif answer.is_wrong:
         outcome = "called WRONG"
     else:
-        outcome = "proven" if answer.is_proven else "not proven"
+        outcome = "proven" if answer.proves(case.proof) else "not proven"
     return Counted(outcome, is_said, {"script": answer})
 
 
@@ -69,9 +70,9 @@ def said_of_mistake(script: Answer, cured: Answer) -> str:
     return ", ".join(f"warning {check}" for check in script.new_warnings(cured)) or "missed"
 
 
-def said_of_cure(cured: Answer) -> str:
+def said_of_cure(cured: Answer, proof: str = PROOF) -> str:
     if not cured.rows:
         return "no table"
     if cured.is_wrong:
         return f"**false** {', '.join(cured.checks(WRONG))}"
-    return "proven" if PROOF in cured.checks(RIGHT) else "not proven"
+    return "proven" if proof in cured.checks(RIGHT) else "not proven"

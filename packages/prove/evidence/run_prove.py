@@ -51,7 +51,11 @@ class Answer:
     @property
     def is_proven(self) -> bool:
         """True if nothing is WRONG and one rank computes the same."""
-        verdicts = {verdict for verdict, checks in self.rows.items() if PROOF in checks}
+        return self.proves(PROOF)
+
+    def proves(self, row: str) -> bool:
+        """True if nothing is WRONG and this row is right."""
+        verdicts = {verdict for verdict, checks in self.rows.items() if row in checks}
         return verdicts == {RIGHT} and not self.is_wrong
 
     @property

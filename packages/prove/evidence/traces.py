@@ -12,6 +12,7 @@ import runpy
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -189,6 +190,7 @@ def run_rank(rank: int, folder: Path, start: Start) -> None:
             else:
                 main = runpy.run_path("train.py", run_name="not_main").get("main")
                 recorder.trace.result = main() if main else None
+        join_threads()
         recorder.trace.printed = printed.getvalue()
         torch.save(recorder.trace, folder / f"trace_{rank}.pt")
     except BaseException:
@@ -198,6 +200,13 @@ def run_rank(rank: int, folder: Path, start: Start) -> None:
             if stream:
                 stream.flush()
         os._exit(0)
+
+
+def join_threads() -> None:
+    """As Python does at its end: a thread may still write a file."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
 
 
 def meet_in(folder: Path, rank: int, world: int, recorder: Recorder) -> None:
@@ -221,19 +230,24 @@ def traces(script: str, start: Start) -> list[Trace]:
         folder = Path(name)
         (folder / "home").mkdir()
         (folder / "home" / "train.py").write_text(script)
-        ranks = [
-            fork.Process(target=run_rank, args=(rank, folder, start)) for rank in range(start.world)
-        ]
+        return traces_in(folder, start)
+
+
+def traces_in(folder: Path, start: Start) -> list[Trace]:
+    """The same in a folder of yours, where home/train.py lies, and what the script needs."""
+    ranks = [
+        fork.Process(target=run_rank, args=(rank, folder, start)) for rank in range(start.world)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        wait_for(ranks, folder)
+    finally:
         for process in ranks:
-            process.start()
-        try:
-            wait_for(ranks, folder)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.join()
-        files = [folder / f"trace_{rank}.pt" for rank in range(start.world)]
-        return [torch.load(file, weights_only=False) for file in files]
+            process.kill()
+            process.join()
+    files = [folder / f"trace_{rank}.pt" for rank in range(start.world)]
+    return [torch.load(file, weights_only=False) for file in files]
 
 
 def wait_for(ranks: list[Any], folder: Path) -> None:

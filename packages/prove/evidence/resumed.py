@@ -1,0 +1,66 @@
+"""Scripts that stop and go on: resume/NAME has a right one, and its changes.
+
+NAME/about.json says how train.py is resumed, and has an entry for each NAME/*.diff: under `faults`,
+what is not as without a stop, and the row of `prove --resume` that must say so; under `right`, what
+looks suspicious and is right.
+"""
+
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from evidence.case import Case
+from evidence.changes import apply_diff
+from evidence.run_prove import RIGHT, TORCHRUN
+
+SCRIPTS = Path(__file__).parent / "resume"
+PROOF = "resume: weights"  # the row without which nothing is proven
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A script that is resumed, right or with a fault; its name is that of its folder and diff."""
+
+    name: str
+    script: str
+    resume: str  # arguments of the resumed run; {checkpoint} and {folder} are filled in
+    options: tuple[str, ...] = ()  # of prove
+    verdict: str = RIGHT
+    row: str = ""
+    changes: str = "nothing"  # by a stop: weights, files, printed, failure, by chance
+
+    @property
+    def case(self) -> Case:
+        resumed = self.resume
+        if resumed != "auto":
+            resumed = shlex.join((*TORCHRUN, "train.py")) + f" {self.resume}".rstrip()
+        options = (f"--resume={resumed}", *self.options)
+        return Case(self.name, self.script, self.verdict, self.row, options=options, proof=PROOF)
+
+
+def resumed_scripts() -> dict[str, Resumed]:
+    """All scripts by name: plain_dict is right, and plain_dict/epoch_repeated is not."""
+    scripts = [each for folder in sorted(SCRIPTS.iterdir()) for each in scripts_of(folder)]
+    return {script.name: script for script in scripts}
+
+
+def scripts_of(folder: Path) -> list[Resumed]:
+    """The script as it is, and then each of its changes."""
+    about = json.loads((folder / "about.json").read_text())
+    script, options = (folder / "train.py").read_text(), tuple(about.get("options", ()))
+    found = [Resumed(folder.name, script, about["resume"], options)]
+    for name, change in {**about["faults"], **about["right"]}.items():
+        diff = folder / f"{name}.diff"
+        found.append(
+            Resumed(
+                f"{folder.name}/{name}",
+                apply_diff(script, diff.read_text()) if diff.exists() else script,
+                change.get("resume", about["resume"]),
+                options,
+                change.get("verdict", RIGHT),
+                change.get("row", ""),
+                change["changes"],
+            )
+        )
+    return found
