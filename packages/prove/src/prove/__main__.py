@@ -43,6 +43,7 @@ PROOF_OF: dict[str, str] = {
     ReplayCheck.ONE_RANK: "what is averaged",
     ReplayCheck.ORIGINAL: "the conversion",
 }
+RESUMING = "what a resumed run goes on with"
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -75,6 +76,11 @@ def run_proof(
 ) -> tuple[int, str]:
     """Fill the table. Return an exit status, and the reason if the table is not complete."""
     try:
+        if args.resume:
+            from prove.resume.proof import prove_resume
+
+            prove_resume(args, print_to_stderr, rows)
+            return ExitStatus.PROVEN, ""
         from prove.prover import prove  # imports torch while the spare process does so, too
 
         prove(args, print_to_stderr, spare, rows)
@@ -91,6 +97,16 @@ def run_proof(
         return ExitStatus.OWN_ERROR, f"prove itself failed: {type(error).__name__}: {error}"[:300]
 
 
+def unproven_of(args: Namespace, rows: list[ReportRow]) -> list[str]:
+    """List the rows without which nothing is proven, and that were not decided."""
+    if args.resume:
+        from prove.resume.proof import undecided
+
+        return undecided(rows)
+    proof = [ReplayCheck.ONE_RANK, *([ReplayCheck.ORIGINAL] if args.original else [])]
+    return unproven_checks(rows, proof)
+
+
 def main() -> int:
     args, began = parse_args(), time.monotonic()
     for number in STOPPING:
@@ -100,7 +116,7 @@ def main() -> int:
     )
     is_forked = is_torchrun or processes.names_ranks(args.command)
     hashes_differ = is_forked and "PYTHONHASHSEED" not in os.environ
-    spare = processes.SpareProcess() if hashes_differ else None
+    spare = processes.SpareProcess() if hashes_differ and not args.resume else None
     rows: list[ReportRow] = []
     warnings.simplefilter("ignore")  # warnings from the judges are not about the script
     try:
@@ -117,8 +133,7 @@ def main() -> int:
             error += ", before anything was known"
         print_to_stderr(f"error: {error}")
         return status
-    proof = [ReplayCheck.ONE_RANK, *([ReplayCheck.ORIGINAL] if args.original else [])]
-    unproven = unproven_checks(rows, proof)
+    unproven = unproven_of(args, rows)
     write_json(args.json, rows, unproven, "")
     print(format_table(rows))
     wrong, warned = (sum(row.verdict == each for row in rows) for each in (WRONG, WARNING))
@@ -128,7 +143,7 @@ def main() -> int:
         if args.strict:
             ending = "; --strict counts warnings as WRONG"
     if unproven:
-        unknown = " and ".join(PROOF_OF[check] for check in unproven)
+        unknown = " and ".join(dict.fromkeys(PROOF_OF.get(each, RESUMING) for each in unproven))
         ending += f"; nothing is proven about {unknown}: see {' and '.join(unproven)}"
     print(f"\n{found} of {len(rows)} checks, in {time.monotonic() - began:.0f} s{ending}")
     if wrong or (args.strict and warned):

@@ -17,6 +17,8 @@ def parse_args(arguments: list[str] | None = None) -> Namespace:
     add("--alone", help="command that starts one rank, for launchers other than torchrun")
     add("--cpu", action="store_true", help="run a script written for GPUs on CPUs")
     add("--float32", action="store_true", help="as it is, not in float64")
+    add("--resume", help="command that resumes the script after a stop; auto: by its own flag")
+    add("--stop-after", type=int, default=0, help="with --resume: steps, not the first epoch")
     add("--allow-unproven", action="store_true", help="exit with 0 also if nothing is proven")
     add("--strict", action="store_true", help="exit with 1 also if there are warnings")
     add("--json", type=Path, help="write the table here, too")
@@ -26,4 +28,10 @@ def parse_args(arguments: list[str] | None = None) -> Namespace:
         parser.error("which command? python -m prove torchrun --nproc-per-node=2 train.py")
     if args.batches < 1:
         parser.error(f"--batches {args.batches} is less than 1")
+    if args.stop_after < 0:
+        parser.error(f"--stop-after {args.stop_after} is less than 0")
+    if args.stop_after and not args.resume:
+        parser.error("--stop-after belongs to --resume")
+    if args.resume and (args.original or args.alone):
+        parser.error("--resume compares runs of all ranks: leave out --original and --alone")
     return args

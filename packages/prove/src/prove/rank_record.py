@@ -129,6 +129,11 @@ class Settings:
     variant: ReplayVariant = ReplayVariant.USUAL
     watches_operations: bool = True  # False leaves the operations of the script's torch unchanged
     shares_out_cores: bool = False  # a run of one rank gets the threads of all ranks
+    seed: int | None = None  # with which rank 0 begins; None: any
+    epochs: int = 3  # the run ends where one more would begin
+    steps: int | None = None  # the run ends where another batch would follow so many steps
+    keeps_batches: bool = True  # for a replay
+    for_resume: bool = False  # prove --resume: record the state before each step
 
     def __post_init__(self) -> None:
         """Turn the strings of JSON into enums."""

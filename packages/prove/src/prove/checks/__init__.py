@@ -40,6 +40,7 @@ from prove.checks.base import Check, CheckContext, Phase
 from prove.judge import replay_reasons  # noqa: F401  sentences that SENTENCES must know, too
 from prove.judge.reasons import Reason
 from prove.judge.table import ReportRow
+from prove.resume import proof  # noqa: F401  and those of --resume
 
 CHECKS: tuple[Check, ...] = (
     unused_parameters.STOPPED,

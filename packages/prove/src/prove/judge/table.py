@@ -18,7 +18,7 @@ from prove.rank_record import StrEnum
 RIGHT, WRONG, WARNING, NOT_SEEN = "right", "WRONG", "warning", "not seen"
 ORDER = (WRONG, WARNING, RIGHT, NOT_SEEN)  # in the table
 WORST_FIRST = (WRONG, WARNING, NOT_SEEN, RIGHT)
-WIDTH, INDENT = 100, " " * 10
+WIDTH, NAME_WIDTH, INDENT = 100, 22, " " * 10
 PAGE = Path(__file__).resolve().parents[1] / "cures.md"  # installed with the package
 
 
@@ -100,8 +100,9 @@ def path_of_page() -> str:
 
 def format_table(rows: list[ReportRow]) -> str:
     lines = []
+    width = max([NAME_WIDTH, *(len(row.check) for row in rows)])
     for row in sorted(rows, key=lambda row: ORDER.index(row.verdict)):
-        first = f"{row.verdict:9} {row.check:22} "
+        first = f"{row.verdict:9} {row.check:{width}} "
         body = textwrap.wrap(row.evidence, WIDTH - len(INDENT)) or [""]
         if len(body) == 1 and len(first + body[0]) <= WIDTH:
             lines.append(first + body[0])

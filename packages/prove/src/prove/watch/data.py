@@ -1,6 +1,6 @@
 """Watch the DataLoaders of a rank: which samples does it draw, and in which order?
 
-Each epoch is cut to a few batches, and the run ends after the third epoch.
+Each epoch is cut to a few batches, and the run ends after a few epochs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +27,6 @@ from prove.watch.draws import Draws
 from prove.watch.feeder import Feeder
 from prove.watch.rank_run import RankRun, save_tensors, source_line, wrap
 
-EPOCHS = 3  # number of epochs after which the run ends
 MAX_INDICES = 2_000_000  # further indices are not listed: a sampler may be endless
 END = object()  # returned by next() when a loader has no more batches
 MAX_SIZES = 64  # number of batch sizes that are recorded
@@ -185,7 +184,7 @@ class LoaderWatcher:
         if training and epochs:
             run.in_second_epoch = True
             self.steps.record_rates()
-            if epochs >= EPOCHS and run.joined and not run.replaying:
+            if epochs >= run.settings.epochs and run.joined and not run.replaying:
                 loader_passes.pop()  # the run ends before this pass gives a batch
                 run.end_early()
         loader_pass.epoch = epochs
@@ -196,7 +195,7 @@ class LoaderWatcher:
         with run.draws.loading():
             iterator = recording_iterator(loader, original_iter, run.settings.folder)
         loader_pass.base_seed = getattr(iterator, "_base_seed", None)
-        if training and not run.replaying:
+        if training and not run.replaying and run.settings.keeps_batches:
             loader_pass.replay_number = len(run.tensors["batches"])
             run.tensors["batches"].append([])
         return self.own_batches(iterator, loader_pass, loader)
@@ -284,9 +283,13 @@ class LoaderWatcher:
                     ends = run.tensors.setdefault("states_after", {})
                     ends[loader_pass.replay_number] = random_state.all_states()
                 return
+            if loader_pass.with_gradients and self.made_all_steps():
+                run.end_early()
             size = self.record_batch(loader_pass, batch)
             if loader_pass.with_gradients:
                 model.save_start()
+                for tell in run.events.batches:
+                    tell(loader_pass)
                 self.begin_batch(loader_pass, loader_pass.batches_given, size)
             steps_of_others = run.record.step_count - loader_pass.step_count
             yield as_double(batch.batch) if run.settings.float64 else batch.batch
@@ -311,6 +314,10 @@ class LoaderWatcher:
             return True
         has_steps = loader_pass.step_count >= batches and loader_pass.ends_as_whole()
         return has_steps or given >= MAX_MICRO_BATCHES * batches
+
+    def made_all_steps(self) -> bool:
+        steps = self.run.settings.steps
+        return steps is not None and self.run.joined and self.run.record.step_count >= steps
 
     def record_batch(self, loader_pass: LoaderPass, batch: Collated) -> int:
         """Record this batch; return its number of samples."""
@@ -399,7 +406,7 @@ class LoaderWatcher:
                 steps.begin_batch((pass_index, position + 1), feeder.sizes, sources)
                 yield batch
         self.end_batch()
-        if loader_pass.epoch == EPOCHS - 1:
+        if loader_pass.epoch == run.settings.epochs - 1:
             run.end_early()
         feeder.restore_generators(pass_index)
         if looks_ahead:  # the script computes the last batch now: see begin_batch

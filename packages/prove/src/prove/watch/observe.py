@@ -27,11 +27,16 @@ from prove.watch import (
 from prove.watch.rank_run import RankRun, wrap
 
 
+SEEDS_APART = 1000  # of two neighboring ranks
+
+
 def seed_of(settings: Settings) -> int:
     """Choose the seed with which the script's generators begin.
 
     A replay takes the seed of the observed run: that of rank 0, or in a control of this rank.
     """
+    if settings.seed is not None:
+        return settings.seed + SEEDS_APART * int(os.environ.get("RANK", 0))
     rank = int(os.environ.get("RANK", 0)) if settings.mode == Mode.CONTROL else 0
     if settings.mode not in (Mode.OBSERVE, Mode.BARE):
         observed_records = read_records(settings.folder, Mode.OBSERVE)
@@ -64,6 +69,10 @@ def install() -> RankRun:
         if settings.watches_operations:
             operations.install(run)
             loop_watcher.install(run)
+        if settings.for_resume:
+            from prove.resume import watch
+
+            watch.install(run)
     atexit.register(run.write, Ended.FINISHED)
 
     @wrap(sys, "excepthook")

@@ -269,6 +269,11 @@ class FileWatcher:
             self.note_change(file, "os.open")
         elif mode is not None and set(mode) & set("wax+"):
             self.note_change(file, mode)
+        elif self.run.events.file_reads:
+            path = os.path.realpath(os.fsdecode(file))
+            if not self.is_ignored(path):
+                for tell in self.run.events.file_reads:
+                    tell(path)
 
     def audit(self, event: str, args: tuple) -> None:
         if getattr(self.inside, "audit", False) or self.run.written:

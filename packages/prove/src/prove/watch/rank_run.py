@@ -39,7 +39,7 @@ from prove.rank_record import (
 HERE = os.path.dirname(os.path.abspath(__file__))
 PACKAGE = os.path.dirname(HERE)
 # Folder of prove's own code, which runs beside the script.
-OWN_FOLDERS = (HERE, PACKAGE, os.path.join(PACKAGE, "checks"))
+OWN_FOLDERS = (HERE, PACKAGE, os.path.join(PACKAGE, "checks"), os.path.join(PACKAGE, "resume"))
 PATHS = sysconfig.get_paths()
 LIBRARIES = tuple({PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 LOADING_FILES = {  # files in which a rank loads data or imports; two of them are ours
@@ -121,9 +121,13 @@ class Events:
         # A loader is made. Arguments: the loader, and its line. Then, it is read: the loader.
         self.loaders_made: list[Callable[[Any, str], None]] = []
         self.loaders_read: list[Callable[[Any], None]] = []
+        # A batch is given in training. Argument: its pass.
+        self.batches: list[Callable[[LoaderPass], None]] = []
         # A file is opened for writing, renamed or removed. Arguments: its path, and the mode of
         # open(), or None if it is not opened.
         self.file_changes: list[Callable[[str, str | None], None]] = []
+        # A file is opened for reading. Argument: its path.
+        self.file_reads: list[Callable[[str], None]] = []
         # ReduceLROnPlateau gets a metric. Argument: its value.
         self.metrics: list[Callable[[float], None]] = []
         # A text file is opened or written to. Arguments: its path, and the text.
@@ -152,6 +156,7 @@ class RankRun:
         self.models: Any  # a ModelWatcher
         self.loop_watcher: Any = None  # a LoopWatcher, only if operations are watched
         self.at_end: list[Callable[[], None]] = []  # functions that complete the record
+        self.before_early_end: list[Callable[[], None]] = []
         self.writing = threading.Lock()
         self.begin_in_this_process()
 
@@ -236,6 +241,8 @@ class RankRun:
 
     def end_early(self) -> None:
         """End this rank, as soon as all ranks are here: leaving early would break the others."""
+        for prepare in self.before_early_end:
+            prepare()
         self.write(Ended.WHEN_SEEN)
         ends = [self.file(RankFile.TENSORS, rank) for rank in range(self.record.world_size)]
         end = time.monotonic() + SECONDS_FOR_OTHERS

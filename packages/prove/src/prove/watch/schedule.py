@@ -116,7 +116,7 @@ def functions_in(scheduler: Any) -> Iterator[Any]:
                 yield item
 
 
-def rates_ahead(scheduler: Any) -> tuple[list[float], bool]:
+def rates_ahead(scheduler: Any, steps: int = MAX_STEPS_AHEAD) -> tuple[list[float], bool]:
     """List the rates that a scheduler would set next, and say whether it came to its end.
 
     If it did not, the limit of time or steps was reached first.
@@ -130,7 +130,7 @@ def rates_ahead(scheduler: Any) -> tuple[list[float], bool]:
         twin = copy.deepcopy(scheduler, memo)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            while len(rates) < MAX_STEPS_AHEAD and time.monotonic() < end:
+            while len(rates) < steps and time.monotonic() < end:
                 twin.step()
                 rates.append(rate_of(twin))
     except Exception:  # OneCycleLR after its last step, or any error of the script's schedule

@@ -23,7 +23,7 @@ from prove.watch.model_tensors import (
     schedule_settings,
 )
 from prove.watch.operations import OptimizerByHand
-from prove.watch.rank_run import RankRun, source_line, wrap
+from prove.watch.rank_run import RankRun, callers, source_line, wrap
 
 MAX_STEPS = 24  # limit of recorded steps per optimizer
 
@@ -156,7 +156,7 @@ class StepWatcher:
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Record the gradients; with a closure, after its first call."""
         self.depth += 1
-        if self.depth > 1 or optimizer not in self.optimizers:
+        if self.depth > 1 or optimizer not in self.optimizers or makes_state():
             return None
         closure = next(
             (each for each in (*args[1:], kwargs.get("closure")) if callable(each)), None
@@ -224,7 +224,7 @@ class StepWatcher:
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.depth -= 1
-        if self.depth or optimizer not in self.optimizers:
+        if self.depth or optimizer not in self.optimizers or makes_state():
             return
         run = self.run
         with self.run.draws.paused():
@@ -324,6 +324,14 @@ class StepWatcher:
         """Record the learning rates of this rank at the end of an epoch."""
         rates = [rate for optimizer in self.optimizers_of_torch() for rate in rates_of(optimizer)]
         self.run.record.rates_after_epochs.append(rates)
+
+
+def makes_state() -> bool:
+    """Does torch.distributed.checkpoint make this step, so that the optimizer gets a state?
+
+    Its get_state_dict steps with a rate of 0: torch.distributed.checkpoint.state_dict.
+    """
+    return any(function == "_init_optim_state" for *_, function in callers())
 
 
 def has_imaginary(tensor: Tensor) -> bool:

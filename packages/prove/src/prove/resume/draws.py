@@ -1,0 +1,72 @@
+"""Does a resumed run draw the random numbers that would have come next?"""
+
+from prove.judge.reasons import Reason
+from prove.judge.table import ReportRow, right, warning, wrong
+from prove.random_state import GENERATORS
+from prove.resume.pairs import Pairs
+
+NAME = "resume: random numbers"
+
+
+class Sentence(Reason):
+    SAME_DRAWS = "the same draws as without a stop ({generators})"
+    ALL_RANKS_DRAW_ALIKE = (
+        "all ranks draw the same, and without a stop each its own: the random state of one rank "
+        "was given to all ({generators})",
+        "save the states of all ranks (gather them, or a file for each), and give each its own",
+    )
+    OTHER_DRAWS_THAN_SAVED = (
+        "other draws than without a stop, though the checkpoint holds random states: {name}",
+        "set the states last, after all that draws: models, loaders, samplers",
+    )
+    DRAWS_AGAIN = (
+        "draws the numbers of step {step} again ({generators})",
+        "seed by seed + epoch, or save the random states of all ranks",
+    )
+    OTHER_DRAWS = (
+        "other draws than without a stop ({generators}): training goes on, but not the same bit for "
+        "bit",
+        "seed each epoch by (seed, epoch, rank), or save the random states of all ranks; harmless "
+        "if you need no equal runs",
+    )
+
+
+def draw_rows(pairs: Pairs) -> list[ReportRow]:
+    """Judge only generators that are drawn from in the steps, or while samples are loaded."""
+    straight = pairs.straight
+    if not pairs.same_ranks:
+        pairs.same_draws = False
+        return []
+    drawn = [
+        number for number in range(len(GENERATORS))
+        if any(start.at_batch[number] != start.at_step[number]
+               for one, _ in pairs.ranks for start in one)
+        or any(loader_pass.drew[number] for record in straight.ranks
+               for loader_pass in record.trained_passes)
+    ]  # fmt: skip
+    firsts = [(one[0], other[0]) for one, other in pairs.ranks if one and other]
+    if not drawn or not firsts:
+        return []
+    names = {"generators": [GENERATORS[number] for number in drawn]}
+    wanted = [[one.at_batch[number] for number in drawn] for one, _ in firsts]
+    given = [[other.at_batch[number] for number in drawn] for _, other in firsts]
+    after = [
+        [[start.at_step[number] for number in drawn] for start in pair] for pair in firsts
+    ]  # a script may seed in each step
+    pairs.same_draws = wanted == given or all(one == other for one, other in after)
+    if pairs.same_draws:
+        return [right(NAME, Sentence.SAME_DRAWS, **names)]
+    if len({*map(str, given)}) < len({*map(str, wanted)}):
+        return [wrong(NAME, Sentence.ALL_RANKS_DRAW_ALIKE, **names)]
+    saved = [
+        name for each in pairs.stopped.saves for name in each.content if "(random state)" in name
+    ]
+    if saved:
+        return [wrong(NAME, Sentence.OTHER_DRAWS_THAN_SAVED, name=saved[0])]
+    before = [
+        [start.at_batch[number] for number in drawn]
+        for start in straight.parts[0].starts if start.number < pairs.k
+    ]  # fmt: skip
+    if given[0] in before:
+        return [warning(NAME, Sentence.DRAWS_AGAIN, step=before.index(given[0]) + 1, **names)]
+    return [warning(NAME, Sentence.OTHER_DRAWS, **names)]

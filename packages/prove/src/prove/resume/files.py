@@ -1,0 +1,172 @@
+"""Which checkpoint is read, how was it written, and are the lines of logs all there?"""
+
+import os
+import re
+from collections import Counter
+
+from prove.judge.reasons import Reason
+from prove.judge.rank_exits import error_of, what_ranks_do
+from prove.judge.table import ReportRow, not_seen, right, warning, wrong
+from prove.judge.wording import NUMBER
+from prove.resume.pairs import Pairs, newest_of
+from prove.resume.runs import ResumeRuns, Run, checkpoints
+
+CHECKPOINT, FILES, LOGS = "resume: checkpoint", "resume: files", "resume: logs"
+BEST = re.compile(r"(^|[^a-z])best([^a-z]|$)", re.I)
+NO_NUMBER = re.compile(r"\b(nan|inf)\b", re.I)
+ATOMIC = 'torch.save(state, "last.pt.tmp"), then os.replace("last.pt.tmp", "last.pt")'
+
+
+class Sentence(Reason):
+    NOTHING_IS_SAVED = (
+        "the script saves nothing in {steps:n step} of a run whose epochs are cut to {batches} "
+        "batches",
+        "let it save more often, each epoch or every two steps, by a flag of its own; or more "
+        "--batches. A file at the very end is none that a killed job leaves behind",
+    )
+    NOTHING_IS_WRITTEN = (
+        "the run that was stopped after {steps:n step} has left no checkpoint behind",
+        "--stop-after STEPS stops it where it has saved; or let it save more often",
+    )
+    NOT_READ = (
+        "the resumed run reads no file that the stopped run has written (the last is {newest}, at "
+        "{saved_at})",
+        "name the file in the command: {{checkpoint}} stands for the last one, {{folder}} for its "
+        "folder",
+    )
+    CANNOT_RESUME = (
+        "the run that reads the checkpoint ends with {message}",
+        "save and load the same names, and the weights of ddp.module",
+    )
+    RESUMED_HANGS = (
+        "the resumed run hangs: {doing}",
+        "all ranks must load, or rank 0 loads and sends to all; no collective inside if rank == 0",
+    )
+    READS_LAST = "reads {name} ({read_at}), which was written after step {step} ({saved_at}){when}"
+    READS_BEST = (
+        "reads {name} ({read_at}), and not {other}, which was written as late: they are the same "
+        "only until an epoch is not the best one",
+        "resume from the last checkpoint; meant so only to evaluate or to begin anew",
+    )
+    READS_OLD = (
+        "reads {name} of step {step} ({read_at}), and {other} is of step {newer}",
+        "sort the checkpoints by their step as a number, not as text, and take the last",
+    )
+    WRITTEN_IN_PLACE = (
+        "{name} is written over at each save ({saved_at}): a job that is killed meanwhile leaves "
+        "half a file, and no other",
+        f"write beside it and rename, which is atomic: {ATOMIC}",
+    )
+    WRITTEN_BY_SEVERAL = (
+        "ranks {ranks!s} write {name} ({saved_at})",
+        "if dist.get_rank() == 0, and a barrier before another rank reads it; or a name with the "
+        "rank in it",
+    )
+    WRITTEN_WELL = "{name}, by rank {rank}: {how}"
+    LINES_LOST = (
+        "{name} has {lines:n line} in the end, and {more} without a stop: {lost!r} is missing",
+        'open a log with mode "a" when the run resumes, not "w"; and save what it is made from',
+    )
+    LINES_TWICE = (
+        "{name} has {lines:n line} in the end, and {fewer} without a stop: {twice!r} is there "
+        "{times} times",
+        "write the line before the checkpoint that counts it, or drop the lines of later steps "
+        "when the run resumes",
+    )
+    LINES_KEPT = "{lines:n line} in {files:n file}, as without a stop"
+
+
+def rows_without_resume(runs: ResumeRuns) -> list[ReportRow]:
+    """Say why nothing can be compared, if there is no checkpoint or the command fails."""
+    straight, stopped, resumed = runs.straight, runs.stopped, runs.resumed
+    if stopped is straight:
+        facts = {"steps": straight.steps, "batches": runs.args.batches}
+        return [not_seen(CHECKPOINT, Sentence.NOTHING_IS_SAVED, **facts)]
+    if not checkpoints(stopped):
+        return [not_seen(CHECKPOINT, Sentence.NOTHING_IS_WRITTEN, steps=stopped.steps)]
+    if resumed.outcome.hang:
+        return [wrong(CHECKPOINT, Sentence.RESUMED_HANGS, doing=what_ranks_do(resumed.outcome))]
+    if not resumed.ended_well:
+        return [wrong(CHECKPOINT, Sentence.CANNOT_RESUME, message=error_of(resumed.outcome))]
+    return []
+
+
+def read_at(run: Run, path: str) -> str:
+    reads = [each for part in run.parts for each in part.reads if each.path == path]
+    known = [each.source_line for each in reads if each.source_line != "?"]
+    return (known or ["?"])[-1]
+
+
+def checkpoint_rows(pairs: Pairs) -> list[ReportRow]:
+    files = checkpoints(pairs.stopped)
+    if not pairs.used:
+        newest = newest_of(files)
+        facts = {"newest": os.path.relpath(newest.path), "saved_at": newest.source_line}
+        return [not_seen(CHECKPOINT, Sentence.NOT_READ, **facts)]
+    used = newest_of(pairs.used)
+    facts = {
+        "name": os.path.relpath(used.path), "step": used.steps_before,
+        "read_at": read_at(pairs.resumed, used.path), "saved_at": used.source_line,
+    }  # fmt: skip
+    kind = os.path.splitext(used.path)[1]
+    others = [
+        file for file in files
+        if file not in pairs.used and os.path.splitext(file.path)[1] == kind
+    ]  # fmt: skip
+    newer = [file for file in others if file.steps_before > used.steps_before]
+    as_late = [file for file in others if file.steps_before == used.steps_before]
+    if newer:
+        other = newest_of(newer)
+        facts |= {"other": os.path.relpath(other.path), "newer": other.steps_before}
+        return [wrong(CHECKPOINT, Sentence.READS_OLD, **facts)]
+    if BEST.search(os.path.basename(used.path)) and as_late:
+        other = os.path.relpath(as_late[-1].path)
+        return [warning(CHECKPOINT, Sentence.READS_BEST, other=other, **facts)]
+    when = "" if pairs.is_inside_epoch else ", at the end of an epoch"
+    return [right(CHECKPOINT, Sentence.READS_LAST, when=when, **facts)]
+
+
+def file_rows(pairs: Pairs) -> list[ReportRow]:
+    """How was the file written that is read: by one rank, and under another name first?"""
+    if not pairs.used:
+        return []
+    for file in pairs.used:
+        facts = {"name": os.path.relpath(file.path), "saved_at": file.source_line}
+        if len(file.ranks) > 1:
+            return [wrong(FILES, Sentence.WRITTEN_BY_SEVERAL, ranks=file.ranks, **facts)]
+        if not file.is_renamed and pairs.straight.written_over(file.path):
+            return [warning(FILES, Sentence.WRITTEN_IN_PLACE, **facts)]
+    file = newest_of(pairs.used)
+    how = "renamed when it is complete" if file.is_renamed else "under a new name at each save"
+    facts = {"name": os.path.relpath(file.path), "rank": file.ranks[0], "how": how}
+    return [right(FILES, Sentence.WRITTEN_WELL, **facts)]
+
+
+def shape_of(line: str) -> str:
+    """Return a line with its numbers taken out, for they may be times."""
+    return NUMBER.sub("#", NO_NUMBER.sub("#", line)).strip()
+
+
+def log_rows(pairs: Pairs) -> list[ReportRow]:
+    """Compare the lines of each log, as far as two straight runs write the same."""
+    logs = pairs.straight.texts.keys() & pairs.control.texts.keys() & pairs.stopped.texts.keys()
+    lines, files = 0, 0
+    for path in sorted(logs):
+        texts = [run.texts[path].splitlines() for run in (pairs.straight, pairs.control)]
+        resumed = (pairs.resumed.texts.get(path) or pairs.stopped.texts[path]).splitlines()
+        one, again, other = (Counter(map(shape_of, text)) for text in (*texts, resumed))
+        if one != again or not pairs.has_as_many_steps:
+            continue
+        facts = {"name": os.path.relpath(path), "lines": len(resumed)}
+        if lost := next((shape for shape in one if other[shape] < one[shape]), None):
+            line = last_like(texts[0], lost)
+            return [warning(LOGS, Sentence.LINES_LOST, more=len(texts[0]), lost=line, **facts)]
+        if twice := next((shape for shape in one if other[shape] > one[shape]), None):
+            facts |= {"fewer": len(texts[0]), "twice": last_like(resumed, twice)}
+            return [warning(LOGS, Sentence.LINES_TWICE, times=other[twice], **facts)]
+        lines, files = lines + len(resumed), files + 1
+    return [right(LOGS, Sentence.LINES_KEPT, lines=lines, files=files)] if files else []
+
+
+def last_like(lines: list[str], shape: str) -> str:
+    return next(line for line in reversed(lines) if shape_of(line) == shape)[:60]

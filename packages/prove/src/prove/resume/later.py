@@ -1,0 +1,141 @@
+"""After more steps: the weights, what is printed, and what the next checkpoint holds."""
+
+from collections import Counter
+from typing import Any
+
+from prove.judge.reasons import Reason
+from prove.judge.table import ReportRow, right, warning, wrong
+from prove.judge.wording import NUMBER
+from prove.resume.pairs import LIMIT, Pairs, difference
+from prove.resume.record import Saved
+from prove.resume.runs import Run
+
+LATER_WEIGHTS, PRINTED = "resume: later weights", "resume: printed numbers"
+NEXT_CHECKPOINT = "resume: next checkpoint"
+PRINTED_LIMIT = 1e-4
+
+
+class Sentence(Reason):
+    SAME_LATER_WEIGHTS = "equal to {apart:.0e} before step {number}, after {steps:n more step}"
+    OTHER_LATER_WEIGHTS = (
+        "{name} differs by {apart:percent} before step {number} (rank {rank}), though nothing above "
+        "does",
+        "something between two steps is not saved: a counter, a momentum of your own, a buffer",
+    )
+    SAME_NUMBERS = "{numbers:n number}, as without a stop"
+    OTHER_NUMBERS = (
+        "{given} in place of {wanted} in {line!r} ({at})",
+        "save and load what the line is made from: the epoch, the best value, sums so far",
+    )
+    SAME_CHECKPOINT = "{values:n value} of it, as without a stop"
+    OTHER_VALUE = (
+        "it holds {name} = {given}, and without a stop {wanted} ({at})",
+        "load what the checkpoint holds, and go on from there",
+    )
+    OTHER_TENSOR = (
+        "its {name} differs by {apart:percent} from that without a stop ({at})",
+        "load what the checkpoint holds: a moving average in a dict, a memory bank, a momentum",
+    )
+    OTHER_TIME = (
+        "it is saved after {steps:n more step}, and without a stop after {wanted} ({at})",
+        "save and load the counter that decides when to save",
+    )
+
+
+def later_rows(pairs: Pairs) -> list[ReportRow]:
+    rows = []
+    if pairs.same_draws and pairs.same_samples:
+        rows += later_weight_rows(pairs)
+    return [*rows, *printed_rows(pairs), *checkpoint_rows(pairs)]
+
+
+def later_weight_rows(pairs: Pairs) -> list[ReportRow]:
+    worst, last = 0.0, 0
+    for rank, (one, other) in enumerate(pairs.ranks):
+        last = min(len(one), len(other)) - 1
+        if last < 1 or one[last].optimizer != other[last].optimizer:
+            return []
+        weights = zip(one[last].weights, other[last].weights, strict=False)
+        apart, at = max((difference(a, b), n) for n, (a, b) in enumerate(weights))
+        worst = max(worst, apart)
+        if apart > pairs.limit:
+            name = pairs.name_of(one[last].optimizer, at)
+            facts = {"name": name, "apart": apart, "number": one[last].number + 1, "rank": rank}
+            return [wrong(LATER_WEIGHTS, Sentence.OTHER_LATER_WEIGHTS, **facts)]
+    facts = {"apart": worst, "number": pairs.ranks[0][0][last].number + 1, "steps": last}
+    return [right(LATER_WEIGHTS, Sentence.SAME_LATER_WEIGHTS, **facts)]
+
+
+def lines_of(run: Run, rank: int, first: int) -> dict[tuple, tuple[str, list[str]]]:
+    """Return the numbers of each printed line, by source line, step and count there."""
+    lines, counts = {}, Counter[tuple]()
+    for text in run.ranks[rank].printed:
+        if text.steps_before > first:
+            key = (text.source_line, text.steps_before - first, NUMBER.sub("#", text.text))
+            lines[*key, counts[key]] = (text.text.strip(), NUMBER.findall(text.text))
+            counts[key] += 1
+    return lines
+
+
+def printed_rows(pairs: Pairs) -> list[ReportRow]:
+    """Compare numbers that two straight runs print alike."""
+    compared = 0
+    if not pairs.same_ranks:
+        return []
+    for rank in range(len(pairs.ranks)):
+        one, again = lines_of(pairs.straight, rank, pairs.k), lines_of(pairs.control, rank, pairs.k)
+        other = lines_of(pairs.resumed, rank, 0)
+        for key in sorted(one.keys() & again.keys() & other.keys(), key=lambda each: each[1]):
+            line, numbers = one[key]
+            for wanted, repeated, given in zip(numbers, again[key][1], other[key][1], strict=True):
+                is_whole = "." not in wanted
+                trained_alike = pairs.same_draws and pairs.same_samples
+                if wanted != repeated or not (is_whole or trained_alike):
+                    continue
+                compared += 1
+                limit = 0.0 if is_whole else max(PRINTED_LIMIT, pairs.limit)
+                if difference(float(wanted), float(given)) > limit:
+                    facts = {"given": given, "wanted": wanted, "line": line[:60], "at": key[0]}
+                    return [warning(PRINTED, Sentence.OTHER_NUMBERS, **facts)]
+    return [right(PRINTED, Sentence.SAME_NUMBERS, numbers=compared)] if compared else []
+
+
+def saves_of(run: Run, rank: int, first: int) -> list[tuple[int, Saved]]:
+    saves = run.parts[rank].saves
+    return [(each.steps_before - first, each) for each in saves if each.steps_before > first]
+
+
+def checkpoint_rows(pairs: Pairs) -> list[ReportRow]:
+    """Compare what is saved next, value by value, as far as two straight runs save the same."""
+    compared = 0
+    for rank in range(len(pairs.ranks)):
+        straight, control = (
+            saves_of(run, rank, pairs.k) for run in (pairs.straight, pairs.control)
+        )
+        resumed = saves_of(pairs.resumed, rank, 0)
+        for (when, one), (_, again), (later, other) in zip(
+            straight, control, resumed, strict=False
+        ):
+            if when != later:
+                facts = {"steps": later, "wanted": when, "at": other.source_line}
+                return [warning(NEXT_CHECKPOINT, Sentence.OTHER_TIME, **facts)]
+            for name, value in one.content.items():
+                if difference(value, again.content.get(name)) > LIMIT or "(random" in name:
+                    continue  # noise, or judged in draws.py
+                is_exact = isinstance(value, int | str | None)
+                if not is_exact and not (pairs.same_draws and pairs.same_samples):
+                    continue
+                compared += 1
+                given = other.content.get(name)
+                apart = difference(value, given)
+                facts: dict[str, Any] = {"name": name, "at": other.source_line}
+                if apart <= (0 if is_exact else 10 * pairs.limit):
+                    continue
+                if isinstance(value, tuple) and isinstance(given, tuple):
+                    facts |= {"apart": apart}
+                    return [wrong(NEXT_CHECKPOINT, Sentence.OTHER_TENSOR, **facts)]
+                facts |= {"given": str(given)[:40], "wanted": str(value)[:40]}
+                return [warning(NEXT_CHECKPOINT, Sentence.OTHER_VALUE, **facts)]
+    if compared:
+        return [right(NEXT_CHECKPOINT, Sentence.SAME_CHECKPOINT, values=compared)]
+    return []

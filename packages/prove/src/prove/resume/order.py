@@ -1,0 +1,168 @@
+"""Does the resumed run go on with the samples that would have come next, in the same epoch?"""
+
+from collections import Counter
+from typing import Any
+
+from prove.judge.reasons import Heading, Reason
+from prove.judge.table import ReportRow, not_seen, right, warning, wrong
+from prove.resume.pairs import Pairs
+from prove.resume.record import StepStart
+from prove.resume.runs import Run
+
+SAMPLES, EPOCH = "resume: order of samples", "resume: epoch"
+INSIDE = "save how many batches of the epoch are done, and skip as many when resuming; shuffle by "
+INSIDE += "seed + epoch, so that the order is the same again"
+
+
+class Sentence(Reason):
+    SAMPLES_GO_ON = "{steps:n step} on the same samples, in the same order, on each rank"
+    SAMPLES_OF_ALL_GO_ON = "{samples} samples of all ranks together are those without a stop"
+    OTHER_SHARES = (
+        "{ranks} ranks divide the samples otherwise than {ranks_before}, and prove cannot match "
+        "their steps",
+    )
+    SAMPLES_REPEATED = (
+        "its step {step} trains on the samples of step {earlier}, and without a stop step {number} "
+        "trains on others (rank {rank}, {at})",
+        "begin at the epoch after the one that was saved, and call sampler.set_epoch(epoch) before "
+        "each",
+        Heading.SAME_ORDER,
+    )
+    OTHER_INSIDE = (
+        "its step {step} trains on other samples than step {number} without a stop, in the middle "
+        "of an epoch (rank {rank}, {at}): some come twice in it, and some never",
+        INSIDE,
+    )
+    OTHER_ORDER = (
+        "its step {step} trains on other samples than step {number} without a stop, and on none of "
+        "an earlier step (rank {rank}, {at})",
+        "shuffle by seed + epoch, or save the state of the generator that shuffles; harmless if "
+        "each run may have an order of its own",
+    )
+    UNSEEDED = (
+        "another order or other data, unless both runs begin with the same seed: nobody seeds what "
+        "shuffles or makes them ({at})",
+        "a fixed seed: DistributedSampler(seed=...), or a generator of the loader",
+    )
+    NO_STEPS = (
+        "no step follows, and without a stop {steps} do",
+        "the number of the epoch that is saved must be that of the next one, or of the last one "
+        "plus 1 when it is loaded",
+    )
+    MORE_EPOCHS = (
+        "more steps follow after step {steps} than without a stop",
+        "count the epochs that were done before the stop",
+        Heading.SAME_ORDER,
+    )
+    FEWER_EPOCHS = (
+        "it ends after {steps:n step}, and without a stop {more} follow",
+        "save the epoch that comes next, once",
+    )
+    OTHER_EPOCH = (
+        "its sampler has epoch {epoch}, and without a stop {wanted}",
+        "begin at the epoch after the one that was saved",
+    )
+    SAME_EPOCH = "goes on with epoch {epoch}"
+    AS_MANY_STEPS = "as many steps follow as without a stop"
+    SAMPLES_NOT_KNOWN = ("prove does not see which samples the steps are made of",)
+
+
+def samples_of(run: Run, rank: int, start: StepStart) -> Any:
+    """Return the numbers of a step's samples in the data set, or checksums of their contents."""
+    passes = {each.pass_index: each for each in run.ranks[rank].loader_passes}
+    numbers: list[int] = []
+    for pass_index, batch in start.batches:
+        loader_pass = passes[pass_index]
+        if not loader_pass.indices or batch > len(loader_pass.sizes):
+            return start.contents
+        before = sum(loader_pass.sizes[: batch - 1])
+        numbers += loader_pass.indices[before : before + loader_pass.sizes[batch - 1]]
+    return numbers or start.contents
+
+
+def sample_rows(pairs: Pairs) -> list[ReportRow]:
+    if not pairs.same_ranks:
+        return [samples_of_other_ranks(pairs)]
+    found: list[dict[str, Any]] = []
+    steps = 0
+    for rank, (one, other) in enumerate(pairs.ranks):
+        wanted = [samples_of(pairs.straight, rank, start) for start in one]
+        given = [samples_of(pairs.resumed, rank, start) for start in other]
+        if not all(wanted) or not all(given):
+            return [not_seen(SAMPLES, Sentence.SAMPLES_NOT_KNOWN)]
+        common = min(len(wanted), len(given))
+        steps = max(steps, common)
+        bad = next((i for i in range(common) if wanted[i] != given[i]), None)
+        if bad is None:
+            continue
+        starts = pairs.straight.parts[rank].starts
+        every = [samples_of(pairs.straight, rank, start) for start in starts]
+        earlier = next((j for j, each in enumerate(every) if each == given[bad]), None)
+        facts = {"step": bad + 1, "number": one[bad].number + 1, "rank": rank}
+        place = other[bad].batches[-1:]
+        passes = {each.pass_index: each for each in pairs.resumed.ranks[rank].loader_passes}
+        at = passes[place[0][0]].source_line if place else other[bad].source_line
+        found.append({**facts, "at": at, "earlier": None if earlier is None else earlier + 1})
+    pairs.same_samples = not found
+    if not found:
+        return [right(SAMPLES, Sentence.SAMPLES_GO_ON, steps=steps)] if steps else []
+    worst = min(found, key=lambda facts: facts["earlier"] is None)
+    if worst["earlier"] is not None:
+        return [wrong(SAMPLES, Sentence.SAMPLES_REPEATED, **worst)]
+    worst.pop("earlier")
+    if pairs.is_inside_epoch:
+        return [wrong(SAMPLES, Sentence.OTHER_INSIDE, **worst)]
+    return [warning(SAMPLES, Sentence.OTHER_ORDER, **worst)]
+
+
+def samples_of_other_ranks(pairs: Pairs) -> ReportRow:
+    """Compare what all ranks train on together, as far as whole steps match."""
+
+    def together(run: Run, first: int) -> list[Counter]:
+        steps: dict[int, Counter] = {}
+        for rank, part in enumerate(run.parts):
+            for start in part.starts:
+                if start.number >= first:
+                    names = [str(each) for each in flattened(samples_of(run, rank, start))]
+                    steps.setdefault(start.number, Counter()).update(names)
+        return [steps[number] for number in sorted(steps)]
+
+    sums: list[dict[int, Counter]] = []
+    for run, first in ((pairs.straight, pairs.k), (pairs.resumed, 0)):
+        so_far, by_count = Counter[str](), {}
+        for step in together(run, first):
+            so_far = so_far + step
+            by_count[so_far.total()] = so_far
+        sums.append(by_count)
+    common = sums[0].keys() & sums[1].keys()
+    facts = {"ranks": len(pairs.resumed.ranks), "ranks_before": len(pairs.straight.ranks)}
+    pairs.same_samples = False  # steps are others, whatever they are made of
+    if common and all(sums[0][count] == sums[1][count] for count in common):
+        return right(SAMPLES, Sentence.SAMPLES_OF_ALL_GO_ON, samples=max(common))
+    return not_seen(SAMPLES, Sentence.OTHER_SHARES, **facts)
+
+
+def flattened(samples: Any) -> list:
+    parts = [flattened(each) if isinstance(each, list) else [each] for each in samples]
+    return [each for part in parts for each in part]
+
+
+def epoch_rows(pairs: Pairs) -> list[ReportRow]:
+    straight, resumed = pairs.straight, pairs.resumed
+    left = straight.steps - pairs.k
+    if left > 0 and not resumed.steps:
+        return [wrong(EPOCH, Sentence.NO_STEPS, steps=left)]
+    if not pairs.same_ranks:
+        return []
+    if resumed.steps < left and not resumed.goes_on:
+        return [wrong(EPOCH, Sentence.FEWER_EPOCHS, steps=resumed.steps, more=left)]
+    if resumed.goes_on and not straight.goes_on and resumed.steps >= left:
+        return [wrong(EPOCH, Sentence.MORE_EPOCHS, steps=left)]
+    epochs = [starts[0].epochs[:1] for starts in pairs.ranks[0] if starts]
+    if len(epochs) == 2 and all(epochs):
+        (wanted,), (epoch,) = epochs
+        if epoch != wanted:
+            row = warning if pairs.same_samples else wrong
+            return [row(EPOCH, Sentence.OTHER_EPOCH, epoch=epoch, wanted=wanted)]
+        return [right(EPOCH, Sentence.SAME_EPOCH, epoch=epoch)]
+    return [right(EPOCH, Sentence.AS_MANY_STEPS)]

@@ -1,0 +1,74 @@
+"""The whole of `prove --resume`: make the runs, and fill the table."""
+
+import shlex
+from argparse import Namespace
+from collections.abc import Callable
+
+from prove.judge.table import NOT_SEEN, WARNING, WRONG, ReportRow, warning
+from prove.resume import draws, files, later, order, state
+from prove.resume.auto import resume_command
+from prove.resume.pairs import Pairs
+from prove.resume.runs import ResumeRuns
+
+AUTO = "auto"
+PROOF = (files.CHECKPOINT, order.SAMPLES, state.WEIGHTS, state.OPTIMIZER)
+
+
+def prove_resume(
+    args: Namespace, report: Callable[[str], None], rows: list[ReportRow]
+) -> list[ReportRow]:
+    """Run the script straight, stopped and resumed, and append each verdict to `rows`.
+
+    Raises NotJudgedError if the script fails by itself, or nobody knows how it resumes.
+    """
+    is_auto = args.resume == AUTO
+    resume = resume_command(args.command) if is_auto else shlex.split(args.resume)
+    runs = ResumeRuns(args, report, resume)
+    try:
+        runs.run_all()
+        rows += files.rows_without_resume(runs)
+        if rows:
+            return rows
+        rows += judge(runs)
+    finally:
+        runs.put_all_back()
+    return rows
+
+
+def undecided(rows: list[ReportRow]) -> list[str]:
+    """List the rows of the proof that were not seen, unless something is WRONG anyway."""
+    if any(row.verdict == WRONG for row in rows):
+        return []
+    decided = {row.check for row in rows if row.verdict != NOT_SEEN}
+    return [check for check in PROOF if check not in decided]
+
+
+def judge(runs: ResumeRuns) -> list[ReportRow]:
+    """Judge the runs; resume once more if the samples may differ because nobody seeds them."""
+    pairs = Pairs(runs)
+    samples = order.sample_rows(pairs)
+    if not any(row.verdict in (WRONG, WARNING) for row in samples):
+        return rows_of(pairs, samples)
+    first = samples
+    resumed = runs.resumed
+    runs.report("it trains on other samples: again, with the seed of the run without a stop")
+    runs.run_resumed(runs.seed)
+    pairs = Pairs(runs)
+    samples = order.sample_rows(pairs)
+    if any(row.verdict in (WRONG, WARNING) for row in samples):
+        pairs = Pairs(runs, resumed)  # the seed is not the reason: judge as it was
+        return rows_of(pairs, order.sample_rows(pairs))
+    unseeded = warning(order.SAMPLES, order.Sentence.UNSEEDED, at=first[0].facts["at"])
+    return rows_of(pairs, [unseeded])
+
+
+def rows_of(pairs: Pairs, samples: list[ReportRow]) -> list[ReportRow]:
+    if not pairs.resumed.steps:
+        return [*files.checkpoint_rows(pairs), *order.epoch_rows(pairs), *files.log_rows(pairs)]
+    rows = [
+        *files.checkpoint_rows(pairs), *state.state_rows(pairs), *samples, *order.epoch_rows(pairs),
+        *draws.draw_rows(pairs),
+    ]  # fmt: skip
+    if not any(row.verdict == WRONG for row in rows):  # else, what comes later only follows from it
+        rows += later.later_rows(pairs)
+    return [*rows, *files.log_rows(pairs), *files.file_rows(pairs)]
