@@ -11,6 +11,7 @@
     broken     generated scripts, each with a mistake that changes its weights
     oracle     checks in float64, without prove, that the generated scripts are right
     resume     scripts that are stopped and resumed, rightly and wrongly
+    resume_reported  mistakes at a resume that others reported, each also with its cure
     resume_oracle  checks, without prove, what a stop changes in these scripts
 
 The answers for all cases of a kind are written to results/KIND.json, and those for some of them
@@ -39,8 +40,8 @@ from evidence.generated.oracle import compare
 from evidence.planted import planted_cases
 from evidence.reported import stories, story
 from evidence.reported_page import RESULTS, write_page
-from evidence.resume_oracle import compare_with_a_run_that_never_stops
-from evidence.resumed import resumed_scripts
+from evidence.resume_oracle import compare_with_a_run_that_never_stops, known_scripts
+from evidence.resumed import judge_resumed, resumed_scripts
 from evidence.run_prove import in_parallel
 
 SEEDS = range(300)
@@ -59,10 +60,6 @@ def judge_reported(name: str) -> Counted:
     return judge(story(name).case)
 
 
-def judge_resumed(name: str) -> Counted:
-    return judge(resumed_scripts()[name].case)
-
-
 def judge_seed(judge_one: Callable[[int], Counted], name: str) -> Counted:
     return judge_one(int(name))
 
@@ -72,7 +69,6 @@ def kinds(mistake: str) -> dict[str, Kind]:
     of_others = [each.name for each in stories("reported-50", "reported-20")]
     broken = partial(judge_broken, mistake=mistake)
     resumed = resumed_scripts()
-    without_prove = [name for name, each in resumed.items() if each.resume != "auto"]
     return {
         "planted": Kind([*planted_cases()], judge_planted),
         "reported": Kind(of_others, judge_reported),
@@ -81,7 +77,8 @@ def kinds(mistake: str) -> dict[str, Kind]:
         "broken": Kind(seeds, partial(judge_seed, broken)),
         "oracle": Kind(seeds, partial(judge_seed, compare)),
         "resume": Kind([*resumed], judge_resumed),
-        "resume_oracle": Kind(without_prove, compare_with_a_run_that_never_stops),
+        "resume_reported": Kind([each.name for each in stories("resume")], judge_reported),
+        "resume_oracle": Kind([*known_scripts()], compare_with_a_run_that_never_stops),
     }
 
 

@@ -47,7 +47,8 @@ def judge(case: Case) -> Counted:
     elif answer.is_wrong:
         outcome = "called WRONG"
     else:
-        outcome = "proven" if answer.proves(case.proof) else "not proven"
+        is_proven = answer.status == 0 and answer.proves(case.proof)
+        outcome = "proven" if is_proven else "not proven"
     return Counted(outcome, is_said, {"script": answer})
 
 

@@ -19,14 +19,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from evidence.case import Counted
+from evidence.reported import stories
 from evidence.resumed import Resumed, resumed_scripts
 from evidence.traces import RANKS, FailedError, Start, Trace, join_threads, put_in, traces_in
 
 LIMIT_OPTION = "--stop-after="
+ENDS = (".pt", ".pth", ".tar", ".ckpt")  # of files of torch.save
 
 
 class Stop:
-    """Ends the run when it asks for a batch after so many steps, or, if 0, begins a second epoch."""
+    """Ends the run when it asks for a batch after these steps; 0: when its second epoch begins."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -66,7 +68,7 @@ def run(folder: Path, arguments: str, prepare: Callable[[int, int], None] | None
 
 def newest_checkpoint(home: Path) -> Path:
     """The file or the folder of torch.distributed.checkpoint that was written last."""
-    files = [file for end in (".pt", ".pth", ".tar") for file in home.rglob(f"*{end}")]
+    files = [file for end in ENDS for file in home.rglob(f"*{end}")]
     return max(
         [*files, *(file.parent for file in home.rglob(".metadata"))],
         key=lambda path: path.stat().st_mtime_ns,
@@ -81,7 +83,7 @@ def contents(home: Path) -> dict[str, Any]:
         name = str(file.relative_to(home))
         if file.is_dir() or name == "train.py" or file.name == ".metadata" or ".py" in name:
             continue
-        is_torch = file.suffix in (".pt", ".pth", ".tar") or file.name.startswith("checkpoint.pt")
+        is_torch = file.suffix in ENDS or file.name.startswith("checkpoint.pt")
         try:
             found[name] = torch.load(file, weights_only=False) if is_torch else file.read_bytes()
         except RuntimeError as error:  # two ranks have written it at the same time
@@ -138,8 +140,16 @@ def what_changes(script: Resumed) -> str:
     return "nothing"
 
 
+def known_scripts() -> dict[str, Resumed]:
+    """All scripts of resume but those that differ for prove alone, and the reported mistakes."""
+    ours = {name: each for name, each in resumed_scripts().items() if each.resume != "auto"}
+    reported = {f"reported/{each.name}": each.resumed() for each in stories("resume")}
+    cures = {f"cured/{each.name}": each.resumed(is_cured=True) for each in stories("resume")}
+    return {**ours, **reported, **cures}
+
+
 def compare_with_a_run_that_never_stops(name: str) -> Counted:
-    script = resumed_scripts()[name]
+    script = known_scripts()[name]
     try:
         changes = what_changes(script)
     except FailedError as error:

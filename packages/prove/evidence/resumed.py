@@ -1,8 +1,9 @@
 """Scripts that stop and go on: resume/NAME has a right one, and its changes.
 
 NAME/about.json says how train.py is resumed, and has an entry for each NAME/*.diff: under `faults`,
-what is not as without a stop, and the row of `prove --resume` that must say so; under `right`, what
-looks suspicious and is right.
+what is not as without a stop, with the row of `prove --resume` that must say so; under `right`,
+what looks suspicious and is right. `changes` is what the oracle must find. Where a stop changes the
+weights, prove must say WRONG; where it changes other files or nothing, a warning is enough.
 """
 
 import json
@@ -10,9 +11,9 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from evidence.case import Case
+from evidence.case import Case, Counted, judge, run_case
 from evidence.changes import apply_diff
-from evidence.run_prove import RIGHT, TORCHRUN
+from evidence.run_prove import RIGHT, TORCHRUN, WARNING, WRONG
 
 SCRIPTS = Path(__file__).parent / "resume"
 PROOF = "resume: weights"  # the row without which nothing is proven
@@ -26,7 +27,7 @@ class Resumed:
     script: str
     resume: str  # arguments of the resumed run; {checkpoint} and {folder} are filled in
     options: tuple[str, ...] = ()  # of prove
-    verdict: str = RIGHT
+    verdict: str = RIGHT  # the least that must be said in the row
     row: str = ""
     changes: str = "nothing"  # by a stop: weights, files, printed, failure, by chance
 
@@ -64,3 +65,19 @@ def scripts_of(folder: Path) -> list[Resumed]:
             )
         )
     return found
+
+
+def judge_resumed(name: str) -> Counted:
+    """Let prove judge a script. A fault must be found in its row, because others follow from it."""
+    script = resumed_scripts()[name]
+    if script.verdict == RIGHT:
+        return judge(script.case)
+    answer = run_case(script.case, script.script)
+    said = next((each for each in (WRONG, WARNING) if script.row in answer.checks(each)), "")
+    outcome = f"found as {said}" if said else "missed"
+    if not said and answer.is_wrong:
+        outcome = "WRONG in another row"
+    elif said == WARNING and script.verdict == WRONG:
+        outcome = "only a warning"
+    is_found = outcome.startswith("found")
+    return Counted(outcome, is_found, {"script": answer})
