@@ -146,7 +146,7 @@ def main() -> int:
             lines = [*answer.lines, *([f"error: {answer.error}"] if answer.error else [])]
             print("".join(f"    {line}\n" for line in lines), end="", flush=True)
     print(f"{outcomes}, {unexpected} not as expected")
-    if args.kind == "reported":
+    if args.kind in ("reported", "resume_reported"):
         write_page()
     return int(unexpected > 0)
 

@@ -1,7 +1,7 @@
 """Write reported.md, the page about mistakes that others reported and prove judged.
 
-Each case is in one of the first counts, reported_before.json and reported_before_second.json in
-results, which were made before prove was changed for any of their cases and are not made again.
+Each case is in one of the first counts, such as reported_before.json in results, which were made
+before prove was changed for any of their cases and are not made again.
 """
 
 import json
@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from evidence import resumed
 from evidence.case import said_of_cure, said_of_mistake
 from evidence.reported import Story, stories
-from evidence.run_prove import Answer
+from evidence.run_prove import PROOF, Answer
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "results", HERE / "reported.md"
@@ -31,6 +32,16 @@ the cured script is a false alarm, and the script is *proven* if its row `one ra
 
 `cd packages/prove && python -m evidence reported` counts again, and writes this page.
 """
+RESUMED = """\
+## When a run is resumed
+
+The next mistakes begin when a run is stopped and goes on, so prove sees none of them unless it is \
+asked with [`--resume`](../README.md). Each script was run twice without prove: once without a \
+stop, and once stopped and resumed. The two end differently, and those of its cure are equal to \
+the bit. A cure is *proven* if nothing is WRONG and its row `resume: weights` is right.
+
+`python -m evidence resume_reported` counts again.
+"""
 OTHER_TOOLS = """\
 PyTorch's own `TORCH_DISTRIBUTED_DEBUG=DETAIL`, which checks that collectives match, said \
 something of 5 of the 50 mistakes of the first set: an error, a hang, or a warning that the cured \
@@ -48,6 +59,7 @@ class Pair(NamedTuple):
 
     script: Answer
     cure: Answer
+    proof: str = PROOF  # the row that must be right in the cured script
 
     @property
     def is_seen(self) -> bool:
@@ -59,24 +71,25 @@ class Pair(NamedTuple):
 
     @property
     def is_proven(self) -> bool:
-        return said_of_cure(self.cure) == "proven"
+        return said_of_cure(self.cure, self.proof) == "proven"
 
     @property
     def without_table(self) -> int:
-        return sum(not answer.rows for answer in self)
+        return sum(not answer.rows for answer in (self.script, self.cure))
 
     @property
     def cell(self) -> str:
-        return f"{said_of_mistake(*self)}; {said_of_cure(self.cure)}"
+        mistake = said_of_mistake(self.script, self.cure)
+        return f"{mistake}; {said_of_cure(self.cure, self.proof)}"
 
 
 def load(name: str) -> dict:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def pairs(counted: dict) -> dict[str, Pair]:
+def pairs(counted: dict, proof: str = PROOF) -> dict[str, Pair]:
     return {
-        name: Pair(Answer(**answers["script"]), Answer(**answers["cure"]))
+        name: Pair(Answer(**answers["script"]), Answer(**answers["cure"]), proof)
         for name, answers in counted["cases"].items()
     }
 
@@ -84,23 +97,24 @@ def pairs(counted: dict) -> dict[str, Pair]:
 ROWS: dict[str, tuple[Callable[[Pair], int], int]] = {  # a count, and the number of runs per case
     "mistakes seen": (lambda pair: pair.is_seen, 1),
     "cured scripts called WRONG": (lambda pair: pair.is_false_alarm, 1),
-    "cured scripts proven on one rank": (lambda pair: pair.is_proven, 1),
+    "cured scripts proven": (lambda pair: pair.is_proven, 1),
     "runs that ended without a table": (lambda pair: pair.without_table, 2),
 }
 
 
-def counts_table(first: dict, now: dict) -> list[str]:
+def counts_table(first: dict, now: dict, proof: str = PROOF) -> list[str]:
     """Compare the first count with the present one, over the cases of the first."""
     counts = {f"before: {len(first['cases'])} pairs": first, "now": now}
     titles = [f"{name} ({of['date']}, `{of['commit']}`)" for name, of in counts.items()]
     lines = [f"| prove | {' | '.join(titles)} |", "|---" * (1 + len(titles)) + "|"]
     for label, (count_of, runs) in ROWS.items():
         numbers = [
-            sum(count_of(pairs(of)[name]) for name in first["cases"]) for of in counts.values()
+            sum(count_of(pairs(of, proof)[name]) for name in first["cases"])
+            for of in counts.values()
         ]
         cells = [f"{number} of {runs * len(first['cases'])}" for number in numbers]
         lines.append(f"| {label} | {' | '.join(cells)} |")
-    return lines
+    return [*lines, ""]
 
 
 def report_link(story: Story) -> str:
@@ -108,32 +122,39 @@ def report_link(story: Story) -> str:
     return f"[{owner}/{repository}#{number}]({story.report})"
 
 
-def page() -> str:
-    firsts = [load(name) for name in FIRST_COUNTS]
-    counted = load("reported")
-    before = pairs(firsts[0]) | pairs(firsts[1])
-    now = pairs(counted)
-    known = stories("reported-50", "reported-20")
-    rows = []
+def stories_table(known: list[Story], before: dict[str, Pair], now: dict[str, Pair]) -> list[str]:
+    """Tell what was reported, and what prove said and says of it."""
+    columns = "prove before: mistake; cure | prove now: mistake; cure"
+    lines = [f"| kind | what was reported | script | {columns} |", "|---" * 5 + "|"]
     for story in sorted(known, key=lambda story: story.kind):
         folder = f"mistakes/{story.name}"
         scripts = f"[{story.name}]({folder}/train.py), [cure]({folder}/cure.diff)"
         said = f"{story.mistake} {report_link(story)}"
         cells = f"{before[story.name].cell} | {now[story.name].cell}"
-        rows.append(f"| {story.kind} | {said} | {scripts} | {cells} |")
+        lines.append(f"| {story.kind} | {said} | {scripts} | {cells} |")
+    return lines
+
+
+def page() -> str:
+    firsts = [load(name) for name in FIRST_COUNTS]
+    counted = load("reported")
+    before = pairs(firsts[0]) | pairs(firsts[1])
+    known = stories("reported-50", "reported-20")
     sizes = " and ".join(f"{len(first['cases'])} pairs" for first in firsts)
-    tables = [line for first in firsts for line in (*counts_table(first, counted), "")]
-    columns = "prove before: mistake; cure | prove now: mistake; cure"
+    first_resumed, now_resumed = load("resume_reported_before"), load("resume_reported")
+    both = [pairs(each, resumed.PROOF) for each in (first_resumed, now_resumed)]
     return "\n".join(
         [
             "# Mistakes that others reported",
             "",
             INTRODUCTION.format(pairs=len(known), sizes=sizes),
-            *tables,
+            *(line for first in firsts for line in counts_table(first, counted)),
             OTHER_TOOLS,
-            f"| kind | what was reported | script | {columns} |",
-            "|---" * 5 + "|",
-            *rows,
+            *stories_table(known, before, pairs(counted)),
+            "",
+            RESUMED,
+            *counts_table(first_resumed, now_resumed, resumed.PROOF),
+            *stories_table(stories("resume"), *both),
             "",
         ]
     )
