@@ -3,9 +3,10 @@
 import os
 import re
 from collections import Counter
+from typing import Any
 
-from prove.judge.reasons import Reason
 from prove.judge.rank_exits import error_of, what_ranks_do
+from prove.judge.reasons import Reason
 from prove.judge.table import ReportRow, not_seen, right, warning, wrong
 from prove.judge.wording import NUMBER
 from prove.resume.pairs import Pairs, newest_of
@@ -100,11 +101,10 @@ def read_at(run: Run, path: str) -> str:
 def checkpoint_rows(pairs: Pairs) -> list[ReportRow]:
     files = checkpoints(pairs.stopped)
     if not pairs.used:
-        newest = newest_of(files)
-        facts = {"newest": os.path.relpath(newest.path), "saved_at": newest.source_line}
-        return [not_seen(CHECKPOINT, Sentence.NOT_READ, **facts)]
+        name, saved_at = os.path.relpath(files[-1].path), files[-1].source_line
+        return [not_seen(CHECKPOINT, Sentence.NOT_READ, newest=name, saved_at=saved_at)]
     used = newest_of(pairs.used)
-    facts = {
+    facts: dict[str, Any] = {
         "name": os.path.relpath(used.path), "step": used.steps_before,
         "read_at": read_at(pairs.resumed, used.path), "saved_at": used.source_line,
     }  # fmt: skip
@@ -130,16 +130,16 @@ def file_rows(pairs: Pairs) -> list[ReportRow]:
     """How was the file written that is read: by one rank, and under another name first?"""
     if not pairs.used:
         return []
-    for file in pairs.used:
-        facts = {"name": os.path.relpath(file.path), "saved_at": file.source_line}
-        if len(file.ranks) > 1:
-            return [wrong(FILES, Sentence.WRITTEN_BY_SEVERAL, ranks=file.ranks, **facts)]
-        if not file.is_renamed and pairs.straight.written_over(file.path):
+    for read in pairs.used:
+        facts: dict[str, Any] = {"name": os.path.relpath(read.path), "saved_at": read.source_line}
+        if len(read.ranks) > 1:
+            return [wrong(FILES, Sentence.WRITTEN_BY_SEVERAL, ranks=read.ranks, **facts)]
+        if not read.is_renamed and pairs.straight.written_over(read.path):
             return [warning(FILES, Sentence.WRITTEN_IN_PLACE, **facts)]
-    file = newest_of(pairs.used)
-    how = "renamed when it is complete" if file.is_renamed else "under a new name at each save"
-    facts = {"name": os.path.relpath(file.path), "rank": file.ranks[0], "how": how}
-    return [right(FILES, Sentence.WRITTEN_WELL, **facts)]
+    last = newest_of(pairs.used)
+    how = "renamed when it is complete" if last.is_renamed else "under a new name at each save"
+    name, rank = os.path.relpath(last.path), last.ranks[0]
+    return [right(FILES, Sentence.WRITTEN_WELL, name=name, rank=rank, how=how)]
 
 
 def shape_of(line: str) -> str:
@@ -157,7 +157,7 @@ def log_rows(pairs: Pairs) -> list[ReportRow]:
         one, again, other = (Counter(map(shape_of, text)) for text in (*texts, resumed))
         if one != again or not pairs.has_as_many_steps:
             continue
-        facts = {"name": os.path.relpath(path), "lines": len(resumed)}
+        facts: dict[str, Any] = {"name": os.path.relpath(path), "lines": len(resumed)}
         if lost := next((shape for shape in one if other[shape] < one[shape]), None):
             line = last_like(texts[0], lost)
             return [warning(LOGS, Sentence.LINES_LOST, more=len(texts[0]), lost=line, **facts)]

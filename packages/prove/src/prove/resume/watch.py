@@ -70,6 +70,7 @@ class ResumeWatcher:
         self.text_files: set[str] = set()
 
     def begin_pass(self, loader: Any) -> None:
+        self.run.train_alone()
         batches = getattr(loader, "batch_sampler", None)
         owners = (loader.sampler, batches, getattr(batches, "sampler", None), loader.dataset)
         epochs = [getattr(owner, "epoch", None) for owner in owners]
@@ -98,6 +99,7 @@ class ResumeWatcher:
         steps = self.run.settings.steps
         if steps and self.run.record.step_count >= steps and self.run.joined:
             self.run.end_early()
+        self.run.train_alone()
         self.note_before_forward()
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
