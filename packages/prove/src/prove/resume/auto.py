@@ -1,4 +1,4 @@
-"""Find the flag by which a script resumes, for `prove --resume auto`: none, if it does by itself."""
+"""Find for `prove --resume auto` the flag by which a script resumes, if it needs one."""
 
 import ast
 import re

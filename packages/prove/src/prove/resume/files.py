@@ -10,7 +10,7 @@ from prove.judge.reasons import Reason
 from prove.judge.table import ReportRow, not_seen, right, warning, wrong
 from prove.judge.wording import NUMBER
 from prove.resume.pairs import Pairs, newest_of
-from prove.resume.runs import ResumeRuns, Run, checkpoints
+from prove.resume.runs import ResumeRuns, Run, checkpoints, ends_of_epochs
 
 CHECKPOINT, FILES, LOGS = "resume: checkpoint", "resume: files", "resume: logs"
 BEST = re.compile(r"(^|[^a-z])best([^a-z]|$)", re.I)
@@ -24,6 +24,10 @@ class Sentence(Reason):
         "batches",
         "let it save more often, each epoch or every two steps, by a flag of its own; or more "
         "--batches. A file at the very end is none that a killed job leaves behind",
+    )
+    NOTHING_FOLLOWS = (
+        "the script ends after {steps:n step} of one epoch, and has saved nothing before",
+        "a command with three epochs or more, or one that saves inside an epoch",
     )
     NOTHING_IS_WRITTEN = (
         "the run that was stopped after {steps:n step} has left no checkpoint behind",
@@ -81,6 +85,8 @@ def rows_without_resume(runs: ResumeRuns) -> list[ReportRow]:
     """Say why nothing can be compared, if there is no checkpoint or the command fails."""
     straight, stopped, resumed = runs.straight, runs.stopped, runs.resumed
     if stopped is straight:
+        if not straight.goes_on and len(ends_of_epochs(straight)) < 2:
+            return [not_seen(CHECKPOINT, Sentence.NOTHING_FOLLOWS, steps=straight.steps)]
         facts = {"steps": straight.steps, "batches": runs.args.batches}
         return [not_seen(CHECKPOINT, Sentence.NOTHING_IS_SAVED, **facts)]
     if not checkpoints(stopped):
@@ -110,18 +116,18 @@ def checkpoint_rows(pairs: Pairs) -> list[ReportRow]:
     }  # fmt: skip
     kind = os.path.splitext(used.path)[1]
     others = [
-        file for file in files
-        if file not in pairs.used and os.path.splitext(file.path)[1] == kind
+        other for other in files
+        if other not in pairs.used and os.path.splitext(other.path)[1] == kind
     ]  # fmt: skip
-    newer = [file for file in others if file.steps_before > used.steps_before]
-    as_late = [file for file in others if file.steps_before == used.steps_before]
+    newer = [other for other in others if other.steps_before > used.steps_before]
+    as_late = [other for other in others if other.steps_before == used.steps_before]
     if newer:
-        other = newest_of(newer)
-        facts |= {"other": os.path.relpath(other.path), "newer": other.steps_before}
+        last = newest_of(newer)
+        facts |= {"other": os.path.relpath(last.path), "newer": last.steps_before}
         return [wrong(CHECKPOINT, Sentence.READS_OLD, **facts)]
     if BEST.search(os.path.basename(used.path)) and as_late:
-        other = os.path.relpath(as_late[-1].path)
-        return [warning(CHECKPOINT, Sentence.READS_BEST, other=other, **facts)]
+        name = os.path.relpath(as_late[-1].path)
+        return [warning(CHECKPOINT, Sentence.READS_BEST, other=name, **facts)]
     when = "" if pairs.is_inside_epoch else ", at the end of an epoch"
     return [right(CHECKPOINT, Sentence.READS_LAST, when=when, **facts)]
 

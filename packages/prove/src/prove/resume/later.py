@@ -108,7 +108,7 @@ def saves_of(run: Run, rank: int, first: int) -> list[tuple[int, Saved]]:
 def checkpoint_rows(pairs: Pairs) -> list[ReportRow]:
     """Compare what is saved next, value by value, as far as two straight runs save the same."""
     compared = 0
-    for rank in range(len(pairs.ranks)):
+    for rank in range(len(pairs.ranks) if pairs.same_ranks else 0):
         straight, control = (
             saves_of(run, rank, pairs.k) for run in (pairs.straight, pairs.control)
         )

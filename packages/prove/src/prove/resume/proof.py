@@ -69,6 +69,8 @@ def rows_of(pairs: Pairs, samples: list[ReportRow]) -> list[ReportRow]:
         *files.checkpoint_rows(pairs), *state.state_rows(pairs), *samples, *order.epoch_rows(pairs),
         *draws.draw_rows(pairs),
     ]  # fmt: skip
-    if not any(row.verdict == WRONG for row in rows):  # else, what comes later only follows from it
+    is_known = any(row.check == state.WEIGHTS and row.verdict != NOT_SEEN for row in rows)
+    # If something is WRONG, what comes later only follows from it.
+    if is_known and not any(row.verdict == WRONG for row in rows):
         rows += later.later_rows(pairs)
     return [*rows, *files.log_rows(pairs), *files.file_rows(pairs)]
