@@ -4,6 +4,7 @@ Its page on losses, on the last batch and on loaders: what it says is so.
 """
 
 import json
+import os
 import re
 import shutil
 import time
@@ -250,6 +251,8 @@ def _wait_for_a_busy_rank_0(rank: int, cure: str) -> str:
     if cure == "set_timeout":
         dist.set_timeout(long)
     if rank == 0:
+        if "dies" in cure:
+            os._exit(1)
         time.sleep(2)
     try:
         if cure == "argument of monitored_barrier":
@@ -279,6 +282,12 @@ def test_the_others_wait_for_a_busy_rank_0_only_with_a_longer_limit(cure):
 )
 def test_the_others_give_up_on_a_busy_rank_0_if_the_cure_is(cure, error):
     assert re.search(error, run_on_ranks(2, _wait_for_a_busy_rank_0, cure)[1])
+
+
+def test_however_long_the_limit_the_others_notice_that_rank_0_has_died():
+    cure = "barrier of a group, and rank 0 dies"
+    [_, error] = run_on_ranks(2, _wait_for_a_busy_rank_0, cure, may_die=(0,))
+    assert re.search("Connection (closed|reset) by peer", error)
 
 
 def test_set_timeout_leaves_the_store_as_it_was():
