@@ -14,7 +14,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -85,10 +85,10 @@ def evaluate_wrapped(rank: int, cured: bool) -> str:
 )
 def busy_rank(rank: int, cured: bool) -> str:
     dist.init_process_group("gloo", timeout=LIMIT)
-    patient = dist.new_group(backend="gloo", timeout=20 * LIMIT) if cured else None
+    patient: Any = dist.new_group(backend="gloo", timeout=20 * LIMIT)
     if rank == 0:
         time.sleep(2 * LIMIT.total_seconds())  # it tokenizes, compiles, saves or evaluates
-    dist.barrier(patient)
+    dist.barrier(patient if cured else None)
     return "continues"
 
 
