@@ -72,7 +72,8 @@ def lines_of(run: Run, rank: int, first: int) -> dict[tuple, tuple[str, list[str
     for text in run.ranks[rank].printed:
         if text.steps_before > first:
             key = (text.source_line, text.steps_before - first, NUMBER.sub("#", text.text))
-            lines[(*key, counts[key])] = (text.text.strip(), NUMBER.findall(text.text))
+            place = (*key, counts[key])
+            lines[place] = (text.text.strip(), NUMBER.findall(text.text))
             counts[key] += 1
     return lines
 
