@@ -11,9 +11,10 @@ import os
 import re
 import tempfile
 import textwrap
+import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,6 +76,19 @@ def evaluate_wrapped(rank: int, cured: bool) -> str:
         with torch.no_grad():
             (model if cured else ddp).eval()(torch.ones(2, 4))
     dist.barrier()  # the others wait until rank 0 has evaluated
+    return "continues"
+
+
+@failure(
+    cause="rank 0 works for longer than the others may wait",
+    cure="they wait in a group of its own, whose time limit is longer",
+)
+def busy_rank(rank: int, cured: bool) -> str:
+    dist.init_process_group("gloo", timeout=LIMIT)
+    patient: Any = dist.new_group(backend="gloo", timeout=20 * LIMIT)
+    if rank == 0:
+        time.sleep(2 * LIMIT.total_seconds())  # it tokenizes, compiles, saves or evaluates
+    dist.barrier(patient if cured else None)
     return "continues"
 
 

@@ -4,13 +4,17 @@ Its page on losses, on the last batch and on loaders: what it says is so.
 """
 
 import json
+import os
 import re
 import shutil
+import time
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 from convert_cases import (
@@ -219,7 +223,7 @@ def test_a_loss_of_all_ranks_outputs_is_right_whatever_it_is(rank):
         assert (gradient - exact).norm() / exact.norm() < 1e-12, name
 
 
-@pytest.mark.parametrize("word", ["seeds", "Dealt", "Parts", "Shard"])
+@pytest.mark.parametrize("word", ["seeds", "Dealt", "Parts", "Shard", "patient"])
 def test_each_snippet_runs_on_two_ranks(word, tmp_path):
     [code] = [f.text for f in fences("python", [CONVERT / "questions.md"]) if word in f.text]
     (tmp_path / "snippet.py").write_text(code)
@@ -234,3 +238,64 @@ def test_each_snippet_runs_on_two_ranks(word, tmp_path):
         seeded = torch.Generator().manual_seed(0)
         order = list(RandomSampler(range(9), replacement=True, generator=seeded))
         assert list(output) == [f"rank {rank} reads {order[rank:8:2]}\n" for rank in (0, 1)]
+
+
+CURES = ("init_process_group", "set_timeout", "barrier of a group", "monitored barrier of a group")
+
+
+def _wait_for_a_busy_rank_0(rank: int, cure: str) -> str:
+    """Rank 0 works for two seconds, and whoever waits for it may do so for one."""
+    short, long = timedelta(seconds=1), timedelta(seconds=60)
+    dist.init_process_group("gloo", timeout=long if cure == "init_process_group" else short)
+    group = dist.new_group(backend="gloo", timeout=long) if "of a group" in cure else None
+    if cure == "set_timeout":
+        dist.set_timeout(long)
+    if rank == 0:
+        if "dies" in cure:
+            os._exit(1)
+        time.sleep(2)
+    try:
+        if cure == "argument of monitored_barrier":
+            dist.monitored_barrier(timeout=long)
+        elif "monitored" in cure:
+            dist.monitored_barrier(group)
+        else:
+            dist.barrier(group)
+    except RuntimeError as error:
+        return str(error)
+    return "goes on"
+
+
+@pytest.mark.parametrize("cure", CURES)
+def test_the_others_wait_for_a_busy_rank_0_only_with_a_longer_limit(cure):
+    if cure == "set_timeout" and not hasattr(dist, "set_timeout"):
+        pytest.skip("came with torch 2.14")
+    assert run_on_ranks(2, _wait_for_a_busy_rank_0, cure) == ["goes on"] * 2
+
+
+@pytest.mark.parametrize(
+    ("cure", "error"),
+    [
+        ("none", r"Timed out waiting 1000ms|Application timeout"),
+        ("argument of monitored_barrier", "errors while waiting for send/recv from rank 0"),
+    ],
+)
+def test_the_others_give_up_on_a_busy_rank_0_if_the_cure_is(cure, error):
+    assert re.search(error, run_on_ranks(2, _wait_for_a_busy_rank_0, cure)[1])
+
+
+def test_however_long_the_limit_the_others_notice_that_rank_0_has_died():
+    cure = "barrier of a group, and rank 0 dies"
+    [_, error] = run_on_ranks(2, _wait_for_a_busy_rank_0, cure, may_die=(0,))
+    assert re.search("Connection (closed|reset) by peer", error)
+
+
+def test_set_timeout_leaves_the_store_as_it_was():
+    assert run_on_ranks(1, _limit_of_the_store) == [timedelta(minutes=30)]
+
+
+def _limit_of_the_store(rank: int) -> timedelta:
+    dist.init_process_group("gloo")
+    if hasattr(dist, "set_timeout"):
+        dist.set_timeout(timedelta(hours=12))
+    return dist.distributed_c10d._get_default_store().timeout

@@ -29,6 +29,7 @@ UNEXPECTED = "Unexpected key(s) in state_dict:"
 FAILURES = {  # what is seen, and what both ranks say with the cure
     "rank-branch": (LATE, ["continues"] * 2),
     "evaluate-wrapped": (LATE, ["continues"] * 2),
+    "busy-rank": (LATE, ["continues"] * 2),
     "unused-parameter": (f"{PRIOR} before starting a new one", ["two steps"] * 2),
     "ready-twice": ("Expected to mark a variable ready only once", ["two steps"] * 2),
     "early-step": (f"one of the variables {INPLACE}", ["stepped"] * 2),

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import config_from_args, parse_args
 
+from helpers.machine import free_port
 from local_ranks.train_stage import load_stage
 from shell_programs import (
     BIN,
@@ -117,6 +118,42 @@ def test_elastic_heals_a_run_whose_rank_is_killed(tmp_path):
     assert "exitcode: -9" in output
     assert "saved by 2 ranks" in output
     assert is_the_run_of(2, folder, "survive", *flags)
+
+
+NODE_OF_TWO_DIES_ONCE = """
+import os, pathlib, signal, sys, time
+import torch
+import torch.distributed as dist
+
+folder, node = pathlib.Path(sys.argv[-1]), os.environ["NODE"]
+dist.init_process_group("gloo")
+found = torch.tensor(float((folder / "checkpoint").exists()))
+dist.all_reduce(found)
+if not found:
+    (folder / "checkpoint").touch()
+    dist.barrier()
+    if node == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1000)
+restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+(folder / f"answers of node {node}").write_text(f"restarted {restarted}, found {bool(found)}")
+dist.destroy_process_group()
+"""
+
+
+def test_each_torchrun_counts_its_own_restarts_and_all_ranks_find_the_checkpoint(tmp_path):
+    """The rank of node 1 dies, and both nodes start theirs again. Node 0 calls it no restart."""
+    script, nodes = tmp_path / "resumes.py", []
+    script.write_text(NODE_OF_TWO_DIES_ONCE)
+    port = free_port()
+    env = {"NNODES": 2, "NPROC_PER_NODE": 1, "RDZV_ENDPOINT": f"127.0.0.1:{port}"}
+    env |= {"SCRIPT": script, "GLOO_SOCKET_IFNAME": "lo"}
+    for node in (0, 1):
+        nodes.append(begin("bash", LAUNCH / "elastic.sh", tmp_path, NODE=node, **env))
+    outputs = [end(node) for node in nodes]
+    assert [status for status, _ in outputs] == [0, 0], outputs
+    answers = [(tmp_path / f"answers of node {node}").read_text() for node in (0, 1)]
+    assert answers == ["restarted False, found True", "restarted True, found True"]
 
 
 ENDS_AT_SIGTERM = """

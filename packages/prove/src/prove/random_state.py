@@ -28,7 +28,7 @@ def state_digests() -> list[int]:
     """Turn the state of each generator into one number."""
     torch_state = zlib.crc32(bytes_of(torch.get_rng_state()))
     if torch.cuda.is_initialized():
-        torch_state ^= zlib.crc32(bytes_of(torch.cuda.get_rng_state()))
+        torch_state = zlib.crc32(bytes_of(torch.cuda.get_rng_state()), torch_state)
     numpy_state = 0
     if numpy_random():
         _, keys, position, *_ = numpy_random().get_state()

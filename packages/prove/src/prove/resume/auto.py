@@ -1,4 +1,4 @@
-"""Find the flag by which a script resumes, for `prove --resume auto`."""
+"""Find for `prove --resume auto` the flag by which a script resumes, if it needs one."""
 
 import ast
 import re
@@ -15,8 +15,8 @@ TAKES_FOLDER = re.compile(r"dir|folder")
 TAKES_NO_VALUE = ("store_true", "store_const", "BooleanOptionalAction")
 
 
-def resume_command(command: list[str]) -> list[str]:
-    """Add the script's own flag to its command; without one, the same command resumes by itself.
+def resume_commands(command: list[str]) -> list[list[str]]:
+    """List the commands that may resume the script: with a flag of its own, or as it is.
 
     Raises NotJudgedError if the script has several such flags.
     """
@@ -26,15 +26,16 @@ def resume_command(command: list[str]) -> list[str]:
     flags = flags_of(Path(scripts[0]).read_text())
     given = [flag for flag in flags if any(word.split("=")[0] == flag for word in command)]
     if given or not flags:
-        return command
-    exact = [flag for flag in flags if flag.lstrip("-").startswith("resume")] or [*flags]
-    if len(exact) > 1:
-        names = ", ".join(exact)
+        return [command]
+    resume = [flag for flag in flags if flag.lstrip("-").startswith("resume")]
+    chosen = resume or [*flags]
+    if len(chosen) > 1:
+        names = ", ".join(chosen)
         raise NotJudgedError(f"which of {names} resumes? Name the command: --resume 'COMMAND'")
-    flag = exact[0]
-    if not flags[flag]:
-        return [*command, flag]
-    return [*command, flag, FOLDER if TAKES_FOLDER.search(flag) else CHECKPOINT]
+    with_flag = [*command, chosen[0]]
+    if flags[chosen[0]]:
+        with_flag.append(FOLDER if TAKES_FOLDER.search(chosen[0]) else CHECKPOINT)
+    return [with_flag] if resume else [command, with_flag]
 
 
 def flags_of(source: str) -> dict[str, bool]:

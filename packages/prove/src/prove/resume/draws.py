@@ -24,8 +24,8 @@ class Sentence(Reason):
         "seed by seed + epoch, or save the random states of all ranks",
     )
     OTHER_DRAWS = (
-        "other draws than without a stop ({generators}): training goes on, but not the same bit for "
-        "bit",
+        "other draws than without a stop ({generators}): training goes on, but not to the same "
+        "bits",
         "seed each epoch by (seed, epoch, rank), or save the random states of all ranks; harmless "
         "if you need no equal runs",
     )
@@ -48,15 +48,17 @@ def draw_rows(pairs: Pairs) -> list[ReportRow]:
     if not drawn or not firsts:
         return []
     names = {"generators": [GENERATORS[number] for number in drawn]}
-    wanted = [[one.at_batch[number] for number in drawn] for one, _ in firsts]
-    given = [[other.at_batch[number] for number in drawn] for _, other in firsts]
-    after = [
-        [[start.at_step[number] for number in drawn] for start in pair] for pair in firsts
-    ]  # a script may seed in each step
-    pairs.same_draws = wanted == given or all(one == other for one, other in after)
+    pairs.same_draws = all(
+        of_generators(a.at_batch, drawn) == of_generators(b.at_batch, drawn)
+        or of_generators(a.at_step, drawn) == of_generators(b.at_step, drawn)  # seeded in the step
+        for one, other in pairs.ranks
+        for a, b in zip(one, other, strict=False)
+    )
     if pairs.same_draws:
         return [right(NAME, Sentence.SAME_DRAWS, **names)]
-    if len({*map(str, given)}) < len({*map(str, wanted)}):
+    wanted = [of_generators(one.at_batch, drawn) for one, _ in firsts]
+    given = [of_generators(other.at_batch, drawn) for _, other in firsts]
+    if len({*given}) < len({*wanted}):
         return [wrong(NAME, Sentence.ALL_RANKS_DRAW_ALIKE, **names)]
     saved = [
         name for each in pairs.stopped.saves for name in each.content if "(random state)" in name
@@ -64,9 +66,14 @@ def draw_rows(pairs: Pairs) -> list[ReportRow]:
     if saved:
         return [wrong(NAME, Sentence.OTHER_DRAWS_THAN_SAVED, name=saved[0])]
     before = [
-        [start.at_batch[number] for number in drawn]
-        for start in straight.parts[0].starts if start.number < pairs.k
-    ]  # fmt: skip
+        of_generators(start.at_batch, drawn)
+        for start in straight.parts[0].starts
+        if start.number < pairs.k
+    ]
     if given[0] in before:
         return [warning(NAME, Sentence.DRAWS_AGAIN, step=before.index(given[0]) + 1, **names)]
     return [warning(NAME, Sentence.OTHER_DRAWS, **names)]
+
+
+def of_generators(digests: list[int], drawn: list[int]) -> tuple[int, ...]:
+    return tuple(digests[number] for number in drawn)

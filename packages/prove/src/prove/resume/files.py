@@ -3,13 +3,14 @@
 import os
 import re
 from collections import Counter
+from typing import Any
 
-from prove.judge.reasons import Reason
 from prove.judge.rank_exits import error_of, what_ranks_do
+from prove.judge.reasons import Reason
 from prove.judge.table import ReportRow, not_seen, right, warning, wrong
 from prove.judge.wording import NUMBER
 from prove.resume.pairs import Pairs, newest_of
-from prove.resume.runs import ResumeRuns, Run, checkpoints
+from prove.resume.runs import ResumeRuns, Run, checkpoints, ends_of_epochs
 
 CHECKPOINT, FILES, LOGS = "resume: checkpoint", "resume: files", "resume: logs"
 BEST = re.compile(r"(^|[^a-z])best([^a-z]|$)", re.I)
@@ -23,6 +24,10 @@ class Sentence(Reason):
         "batches",
         "let it save more often, each epoch or every two steps, by a flag of its own; or more "
         "--batches. A file at the very end is none that a killed job leaves behind",
+    )
+    NOTHING_FOLLOWS = (
+        "the script ends after {steps:n step} of one epoch, and has saved nothing before",
+        "a command with three epochs or more, or one that saves inside an epoch",
     )
     NOTHING_IS_WRITTEN = (
         "the run that was stopped after {steps:n step} has left no checkpoint behind",
@@ -80,6 +85,8 @@ def rows_without_resume(runs: ResumeRuns) -> list[ReportRow]:
     """Say why nothing can be compared, if there is no checkpoint or the command fails."""
     straight, stopped, resumed = runs.straight, runs.stopped, runs.resumed
     if stopped is straight:
+        if not straight.goes_on and len(ends_of_epochs(straight)) < 2:
+            return [not_seen(CHECKPOINT, Sentence.NOTHING_FOLLOWS, steps=straight.steps)]
         facts = {"steps": straight.steps, "batches": runs.args.batches}
         return [not_seen(CHECKPOINT, Sentence.NOTHING_IS_SAVED, **facts)]
     if not checkpoints(stopped):
@@ -100,28 +107,27 @@ def read_at(run: Run, path: str) -> str:
 def checkpoint_rows(pairs: Pairs) -> list[ReportRow]:
     files = checkpoints(pairs.stopped)
     if not pairs.used:
-        newest = newest_of(files)
-        facts = {"newest": os.path.relpath(newest.path), "saved_at": newest.source_line}
-        return [not_seen(CHECKPOINT, Sentence.NOT_READ, **facts)]
+        name, saved_at = os.path.relpath(files[-1].path), files[-1].source_line
+        return [not_seen(CHECKPOINT, Sentence.NOT_READ, newest=name, saved_at=saved_at)]
     used = newest_of(pairs.used)
-    facts = {
+    facts: dict[str, Any] = {
         "name": os.path.relpath(used.path), "step": used.steps_before,
         "read_at": read_at(pairs.resumed, used.path), "saved_at": used.source_line,
     }  # fmt: skip
     kind = os.path.splitext(used.path)[1]
     others = [
-        file for file in files
-        if file not in pairs.used and os.path.splitext(file.path)[1] == kind
+        other for other in files
+        if other not in pairs.used and os.path.splitext(other.path)[1] == kind
     ]  # fmt: skip
-    newer = [file for file in others if file.steps_before > used.steps_before]
-    as_late = [file for file in others if file.steps_before == used.steps_before]
+    newer = [other for other in others if other.steps_before > used.steps_before]
+    as_late = [other for other in others if other.steps_before == used.steps_before]
     if newer:
-        other = newest_of(newer)
-        facts |= {"other": os.path.relpath(other.path), "newer": other.steps_before}
+        last = newest_of(newer)
+        facts |= {"other": os.path.relpath(last.path), "newer": last.steps_before}
         return [wrong(CHECKPOINT, Sentence.READS_OLD, **facts)]
     if BEST.search(os.path.basename(used.path)) and as_late:
-        other = os.path.relpath(as_late[-1].path)
-        return [warning(CHECKPOINT, Sentence.READS_BEST, other=other, **facts)]
+        name = os.path.relpath(as_late[-1].path)
+        return [warning(CHECKPOINT, Sentence.READS_BEST, other=name, **facts)]
     when = "" if pairs.is_inside_epoch else ", at the end of an epoch"
     return [right(CHECKPOINT, Sentence.READS_LAST, when=when, **facts)]
 
@@ -130,16 +136,16 @@ def file_rows(pairs: Pairs) -> list[ReportRow]:
     """How was the file written that is read: by one rank, and under another name first?"""
     if not pairs.used:
         return []
-    for file in pairs.used:
-        facts = {"name": os.path.relpath(file.path), "saved_at": file.source_line}
-        if len(file.ranks) > 1:
-            return [wrong(FILES, Sentence.WRITTEN_BY_SEVERAL, ranks=file.ranks, **facts)]
-        if not file.is_renamed and pairs.straight.written_over(file.path):
+    for read in pairs.used:
+        facts: dict[str, Any] = {"name": os.path.relpath(read.path), "saved_at": read.source_line}
+        if len(read.ranks) > 1:
+            return [wrong(FILES, Sentence.WRITTEN_BY_SEVERAL, ranks=read.ranks, **facts)]
+        if not read.is_renamed and pairs.straight.written_over(read.path):
             return [warning(FILES, Sentence.WRITTEN_IN_PLACE, **facts)]
-    file = newest_of(pairs.used)
-    how = "renamed when it is complete" if file.is_renamed else "under a new name at each save"
-    facts = {"name": os.path.relpath(file.path), "rank": file.ranks[0], "how": how}
-    return [right(FILES, Sentence.WRITTEN_WELL, **facts)]
+    last = newest_of(pairs.used)
+    how = "renamed when it is complete" if last.is_renamed else "under a new name at each save"
+    name, rank = os.path.relpath(last.path), last.ranks[0]
+    return [right(FILES, Sentence.WRITTEN_WELL, name=name, rank=rank, how=how)]
 
 
 def shape_of(line: str) -> str:
@@ -157,7 +163,7 @@ def log_rows(pairs: Pairs) -> list[ReportRow]:
         one, again, other = (Counter(map(shape_of, text)) for text in (*texts, resumed))
         if one != again or not pairs.has_as_many_steps:
             continue
-        facts = {"name": os.path.relpath(path), "lines": len(resumed)}
+        facts: dict[str, Any] = {"name": os.path.relpath(path), "lines": len(resumed)}
         if lost := next((shape for shape in one if other[shape] < one[shape]), None):
             line = last_like(texts[0], lost)
             return [warning(LOGS, Sentence.LINES_LOST, more=len(texts[0]), lost=line, **facts)]

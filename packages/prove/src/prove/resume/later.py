@@ -18,8 +18,8 @@ PRINTED_LIMIT = 1e-4
 class Sentence(Reason):
     SAME_LATER_WEIGHTS = "equal to {apart:.0e} before step {number}, after {steps:n more step}"
     OTHER_LATER_WEIGHTS = (
-        "{name} differs by {apart:percent} before step {number} (rank {rank}), though nothing above "
-        "does",
+        "{name} differs by {apart:percent} before step {number} (rank {rank}), though all is equal "
+        "at first",
         "something between two steps is not saved: a counter, a momentum of your own, a buffer",
     )
     SAME_NUMBERS = "{numbers:n number}, as without a stop"
@@ -72,7 +72,8 @@ def lines_of(run: Run, rank: int, first: int) -> dict[tuple, tuple[str, list[str
     for text in run.ranks[rank].printed:
         if text.steps_before > first:
             key = (text.source_line, text.steps_before - first, NUMBER.sub("#", text.text))
-            lines[*key, counts[key]] = (text.text.strip(), NUMBER.findall(text.text))
+            place = (*key, counts[key])
+            lines[place] = (text.text.strip(), NUMBER.findall(text.text))
             counts[key] += 1
     return lines
 
@@ -108,7 +109,7 @@ def saves_of(run: Run, rank: int, first: int) -> list[tuple[int, Saved]]:
 def checkpoint_rows(pairs: Pairs) -> list[ReportRow]:
     """Compare what is saved next, value by value, as far as two straight runs save the same."""
     compared = 0
-    for rank in range(len(pairs.ranks)):
+    for rank in range(len(pairs.ranks) if pairs.same_ranks else 0):
         straight, control = (
             saves_of(run, rank, pairs.k) for run in (pairs.straight, pairs.control)
         )
@@ -128,14 +129,14 @@ def checkpoint_rows(pairs: Pairs) -> list[ReportRow]:
                 compared += 1
                 given = other.content.get(name)
                 apart = difference(value, given)
-                facts: dict[str, Any] = {"name": name, "at": other.source_line}
+                found: dict[str, Any] = {"name": name, "at": other.source_line}
                 if apart <= (0 if is_exact else 10 * pairs.limit):
                     continue
                 if isinstance(value, tuple) and isinstance(given, tuple):
-                    facts |= {"apart": apart}
-                    return [wrong(NEXT_CHECKPOINT, Sentence.OTHER_TENSOR, **facts)]
-                facts |= {"given": str(given)[:40], "wanted": str(value)[:40]}
-                return [warning(NEXT_CHECKPOINT, Sentence.OTHER_VALUE, **facts)]
+                    found["apart"] = apart
+                    return [wrong(NEXT_CHECKPOINT, Sentence.OTHER_TENSOR, **found)]
+                found |= {"given": str(given)[:40], "wanted": str(value)[:40]}
+                return [warning(NEXT_CHECKPOINT, Sentence.OTHER_VALUE, **found)]
     if compared:
         return [right(NEXT_CHECKPOINT, Sentence.SAME_CHECKPOINT, values=compared)]
     return []

@@ -28,6 +28,12 @@ class Sentence(Reason):
         "each",
         Heading.SAME_ORDER,
     )
+    SAMPLES_OF_OTHER_RANK = (
+        "rank {rank} trains in its step {step} on samples of rank {owner}, and without a stop on "
+        "others ({at})",
+        "the state of a sampler or of its generator belongs to one rank: gather those of all, or "
+        "save a file for each",
+    )
     OTHER_INSIDE = (
         "its step {step} trains on other samples than step {number} without a stop, in the middle "
         "of an epoch (rank {rank}, {at}): some come twice in it, and some never",
@@ -95,24 +101,32 @@ def sample_rows(pairs: Pairs) -> list[ReportRow]:
         bad = next((i for i in range(common) if wanted[i] != given[i]), None)
         if bad is None:
             continue
-        starts = pairs.straight.parts[rank].starts
-        every = [samples_of(pairs.straight, rank, start) for start in starts]
-        earlier = next((j for j, each in enumerate(every) if each == given[bad]), None)
+        earlier = step_with(pairs.straight, rank, given[bad])
+        others = [number for number in range(len(pairs.ranks)) if number != rank]
+        owners = [other for other in others if step_with(pairs.straight, other, given[bad])]
         facts = {"step": bad + 1, "number": one[bad].number + 1, "rank": rank}
         place = other[bad].batches[-1:]
         passes = {each.pass_index: each for each in pairs.resumed.ranks[rank].loader_passes}
         at = passes[place[0][0]].source_line if place else other[bad].source_line
-        found.append({**facts, "at": at, "earlier": None if earlier is None else earlier + 1})
+        found.append({**facts, "at": at, "earlier": earlier, "owner": next(iter(owners), None)})
     pairs.same_samples = not found
     if not found:
         return [right(SAMPLES, Sentence.SAMPLES_GO_ON, steps=steps)] if steps else []
-    worst = min(found, key=lambda facts: facts["earlier"] is None)
-    if worst["earlier"] is not None:
+    worst = max(found, key=lambda facts: bool(facts["earlier"]))
+    if worst["earlier"]:
         return [wrong(SAMPLES, Sentence.SAMPLES_REPEATED, **worst)]
-    worst.pop("earlier")
+    if of_other := next((facts for facts in found if facts["owner"] is not None), None):
+        return [wrong(SAMPLES, Sentence.SAMPLES_OF_OTHER_RANK, **of_other)]
     if pairs.is_inside_epoch:
         return [wrong(SAMPLES, Sentence.OTHER_INSIDE, **worst)]
     return [warning(SAMPLES, Sentence.OTHER_ORDER, **worst)]
+
+
+def step_with(run: Run, rank: int, samples: Any) -> int:
+    """Return the number of the step, from 1 on, that this rank makes with these samples, or 0."""
+    starts = run.parts[rank].starts
+    numbers = (start.number + 1 for start in starts if samples_of(run, rank, start) == samples)
+    return next(numbers, 0)
 
 
 def samples_of_other_ranks(pairs: Pairs) -> ReportRow:

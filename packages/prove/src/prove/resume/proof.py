@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prove.judge.table import NOT_SEEN, WARNING, WRONG, ReportRow, warning
 from prove.resume import draws, files, later, order, state
-from prove.resume.auto import resume_command
+from prove.resume.auto import resume_commands
 from prove.resume.pairs import Pairs
 from prove.resume.runs import ResumeRuns
 
@@ -22,8 +22,8 @@ def prove_resume(
     Raises NotJudgedError if the script fails by itself, or nobody knows how it resumes.
     """
     is_auto = args.resume == AUTO
-    resume = resume_command(args.command) if is_auto else shlex.split(args.resume)
-    runs = ResumeRuns(args, report, resume)
+    commands = resume_commands(args.command) if is_auto else [shlex.split(args.resume)]
+    runs = ResumeRuns(args, report, commands)
     try:
         runs.run_all()
         rows += files.rows_without_resume(runs)
@@ -69,6 +69,8 @@ def rows_of(pairs: Pairs, samples: list[ReportRow]) -> list[ReportRow]:
         *files.checkpoint_rows(pairs), *state.state_rows(pairs), *samples, *order.epoch_rows(pairs),
         *draws.draw_rows(pairs),
     ]  # fmt: skip
-    if not any(row.verdict == WRONG for row in rows):  # else, what comes later only follows from it
+    is_known = any(row.check == state.WEIGHTS and row.verdict != NOT_SEEN for row in rows)
+    # If something is WRONG, what comes later only follows from it.
+    if is_known and not any(row.verdict == WRONG for row in rows):
         rows += later.later_rows(pairs)
     return [*rows, *files.log_rows(pairs), *files.file_rows(pairs)]

@@ -41,7 +41,6 @@ class WrittenFile:
     source_line: str
     ranks: list[int]  # that wrote or renamed it
     is_renamed: bool  # written under another name first
-    times: int  # how often it was written
     is_text: bool
     modified: float  # seconds, by the file system
 
@@ -92,20 +91,22 @@ class Run:
 
     def files(self) -> dict[str, WrittenFile]:
         """List the files that this run has written and not removed."""
-        texts, files = self.text_files(), {}
+        texts = self.text_files()
+        files: dict[str, WrittenFile] = {}
         for rank, part in enumerate(self.parts):
             for change in part.changes:
                 if not os.path.isfile(change.path):
                     continue
                 old = files.get(change.path)
-                is_last = old is None or change.steps_before >= old.steps_before
+                if old and change.steps_before < old.steps_before:
+                    old.ranks = sorted({rank, *old.ranks})
+                    continue
                 files[change.path] = WrittenFile(
                     path=change.path,
-                    steps_before=change.steps_before if is_last else old.steps_before,
-                    source_line=change.source_line if is_last else old.source_line,
+                    steps_before=change.steps_before,
+                    source_line=change.source_line,
                     ranks=sorted({rank, *(old.ranks if old else ())}),
-                    is_renamed=change.mode is None if is_last else old.is_renamed,
-                    times=1 + (old.times if old else 0),
+                    is_renamed=change.mode is None,
                     is_text=change.path in texts,
                     modified=os.stat(change.path).st_mtime,
                 )
@@ -127,8 +128,11 @@ def text_of(name: str) -> str:
 class ResumeRuns:
     """Makes the runs, and puts the files of all of them back in the end, the newest first."""
 
-    def __init__(self, args: Namespace, report: Callable[[str], None], resume: list[str]) -> None:
-        self.args, self.report, self.resume = args, report, resume
+    def __init__(
+        self, args: Namespace, report: Callable[[str], None], commands: list[list[str]]
+    ) -> None:
+        """commands: those that may resume; the first that reads a checkpoint is the one."""
+        self.args, self.report, self.commands = args, report, commands
         self.line = ProgressLine()
         self.not_put_back: list[Run] = []
         self.number = 0
@@ -206,25 +210,29 @@ class ResumeRuns:
             self.control = self.stopped = self.resumed = self.straight
             return
         steps = self.straight.steps
-        if stop not in ends_of_epochs(self.straight):
+        if self.args.stop_after or stop not in ends_of_epochs(self.straight):
             # An epoch that is cut would end for the resumed run where it goes on for this one.
             steps = stop + self.args.batches
             micro_batches = most_batches_per_step(self.straight)
             batches = (steps + 1) * micro_batches
-            self.report(f"it saves inside an epoch: again, with {batches} batches of each")
-            self.settings = replace(self.settings, batches=batches, steps=steps)
+            self.report(f"it stops inside an epoch: again, with {batches} batches of each")
+            self.settings = replace(self.settings, batches=batches, steps=steps, epochs=steps)
             self.straight = self.run_straight("straight", self.settings)
         self.settings = replace(self.settings, steps=steps)
         self.control = self.run_straight("straight again", self.settings)
         stopped = replace(self.settings, steps=stop)
         self.stopped = self.run("stopped", self.args.command, stopped)
-        self.run_resumed(self.seed + OTHER_SEED)
+        while self.commands:
+            self.run_resumed(self.seed + OTHER_SEED)
+            if len(self.commands) == 1 or reads_checkpoint(self.stopped, self.resumed):
+                break
+            self.commands.pop(0)
 
     def run_resumed(self, seed: int) -> None:
         """Resume the stopped run with this seed; a run that was resumed before is forgotten."""
         if hasattr(self, "resumed"):
             self.put_back(self.resumed)
-        command = [self.filled_in(word) for word in self.resume]
+        command = [self.filled_in(word) for word in self.commands[0]]
         left = self.straight.steps - self.steps_when_saved(command)
         torchrun = processes.as_torchrun(command)
         ranks = torchrun.world_size if torchrun else self.settings.world_size
@@ -258,7 +266,7 @@ class ResumeRuns:
 
 
 def resumed_file(run: Run) -> str:
-    """Name a checkpoint that was there before this run, which reads it first and writes it later."""
+    """Name a checkpoint that was there before this run, which reads it and writes it later."""
     reads = {each.path for part in run.parts for each in part.reads}
     texts = run.text_files()
     later = (each for part in run.parts for each in part.changes if each.steps_before)
@@ -285,9 +293,17 @@ def first_save(run: Run) -> int:
 
 
 def ends_of_epochs(run: Run) -> list[int]:
-    """List after how many steps the passes end in which this run trains."""
+    """List after how many steps the epochs end: the passes that the script itself did not leave."""
     passes = run.ranks[0].trained_passes if run.ranks else []
-    return [each.steps_before + each.step_count for each in passes]
+    return [
+        each.steps_before + each.step_count for each in passes
+        if each.ended or each.batches_given >= each.most_batches
+    ]  # fmt: skip
+
+
+def reads_checkpoint(stopped: Run, resumed: Run) -> bool:
+    read = {each.path for part in resumed.parts for each in part.reads}
+    return any(file.path in read for file in checkpoints(stopped))
 
 
 def most_batches_per_step(run: Run) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 from prove.judge.reasons import Reason
 from prove.judge.table import ReportRow, not_seen, right, warning, wrong
 from prove.resume.pairs import MOST_NOISE, Pairs, difference, largest
+from prove.resume.record import StepStart
 
 WEIGHTS, OPTIMIZER = "resume: weights", "resume: optimizer"
 MODULES, RATE = "resume: evaluated model", "resume: learning rate"
@@ -154,6 +155,19 @@ def module_rows(pairs: Pairs) -> list[ReportRow]:
 
 def rate_rows(pairs: Pairs) -> list[ReportRow]:
     """Compare learning rates and the like at each step, and what schedulers would do next."""
+    first, resumed = (starts[0] for starts in pairs.ranks[0])
+    different = other_settings(pairs) or other_rates_ahead(first, resumed)
+    different = different or other_metrics(first, resumed, pairs.limit)
+    if different:
+        return [different]
+    if not first.groups or "lr" not in first.groups[0]:
+        return []
+    ahead = ", and so does the schedule go on" if any(first.rates_ahead) else ""
+    facts = {"rate": first.groups[0]["lr"], "number": pairs.k + 1, "ahead": ahead}
+    return [right(RATE, Sentence.SAME_RATE, **facts)]
+
+
+def other_settings(pairs: Pairs) -> ReportRow | None:
     for one, other in pairs.ranks:
         for a, b in zip(one, other, strict=False):
             if a.optimizer != b.optimizer:
@@ -161,30 +175,33 @@ def rate_rows(pairs: Pairs) -> list[ReportRow]:
             for wanted, given in zip(a.groups, b.groups, strict=False):
                 apart, setting = largest(wanted, given)
                 if apart > RATE_LIMIT:
-                    facts = {"setting": setting, "value": given.get(setting, float("nan"))}
-                    facts |= {"wanted": wanted.get(setting, float("nan")), "number": a.number + 1}
-                    return [wrong(RATE, Sentence.OTHER_RATE, at=b.source_line, **facts)]
-    one, other = (starts[0] for starts in pairs.ranks[0])
-    for wanted, given in zip(one.rates_ahead, other.rates_ahead, strict=False):
-        bad = next(
-            (n for n, pair in enumerate(zip(wanted, given, strict=False))
-             if difference(*pair) > RATE_LIMIT), None,
-        )  # fmt: skip
+                    values = [held.get(setting, float("nan")) for held in (given, wanted)]
+                    facts = {"value": values[0], "wanted": values[1], "number": a.number + 1}
+                    at = b.source_line
+                    return wrong(RATE, Sentence.OTHER_RATE, setting=setting, at=at, **facts)
+    return None
+
+
+def other_rates_ahead(first: StepStart, resumed: StepStart) -> ReportRow | None:
+    for wanted, given in zip(first.rates_ahead, resumed.rates_ahead, strict=False):
+        common = min(len(wanted), len(given))
+        pairs = enumerate(zip(wanted, given, strict=False))
+        bad = next((n for n, pair in pairs if difference(*pair) > RATE_LIMIT), None)
         if bad is None and len(wanted) != len(given):
-            bad = max(0, min(len(wanted), len(given)) - 1)
+            bad = max(0, common - 1)
         if bad is not None:
             rates, others = given[bad : bad + 3], wanted[bad : bad + 3]
-            return [wrong(RATE, Sentence.OTHER_RATE_AHEAD, rates=rates, wanted=others)]
-    for wanted, given in zip(one.metrics, other.metrics, strict=False):
+            return wrong(RATE, Sentence.OTHER_RATE_AHEAD, rates=rates, wanted=others)
+    return None
+
+
+def other_metrics(first: StepStart, resumed: StepStart, limit: float) -> ReportRow | None:
+    for wanted, given in zip(first.metrics, resumed.metrics, strict=False):
         apart, name = largest(wanted, given)
-        if apart > max(pairs.limit, RATE_LIMIT):
+        if apart > max(limit, RATE_LIMIT):
             facts = {"name": name, "value": given[name], "wanted": wanted[name]}
-            return [wrong(RATE, Sentence.OTHER_METRICS, **facts)]
-    if not one.groups or "lr" not in one.groups[0]:
-        return []
-    ahead = ", and so does the schedule go on" if any(one.rates_ahead) else ""
-    facts = {"rate": one.groups[0]["lr"], "number": pairs.k + 1, "ahead": ahead}
-    return [right(RATE, Sentence.SAME_RATE, **facts)]
+            return wrong(RATE, Sentence.OTHER_METRICS, **facts)
+    return None
 
 
 def scale_rows(pairs: Pairs) -> list[ReportRow]:

@@ -60,6 +60,8 @@ class ResumeWatcher:
         self.record = run.record.part(ResumeRecord)
         self.batches: list[tuple[int, int]] = []  # since the last step
         self.contents: list[list[int]] = []  # of these batches
+        self.last_batches: list[tuple[int, int]] = []  # of the last step that had any
+        self.last_contents: list[list[int]] = []
         self.calls = 0  # model calls before the last step
         self.epochs: list[str] = []
         self.at_batch: list[int] = []
@@ -70,6 +72,7 @@ class ResumeWatcher:
         self.text_files: set[str] = set()
 
     def begin_pass(self, loader: Any) -> None:
+        self.run.train_alone()
         batches = getattr(loader, "batch_sampler", None)
         owners = (loader.sampler, batches, getattr(batches, "sampler", None), loader.dataset)
         epochs = [getattr(owner, "epoch", None) for owner in owners]
@@ -98,6 +101,7 @@ class ResumeWatcher:
         steps = self.run.settings.steps
         if steps and self.run.record.step_count >= steps and self.run.joined:
             self.run.end_early()
+        self.run.train_alone()
         self.note_before_forward()
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -107,21 +111,24 @@ class ResumeWatcher:
             return
         with self.run.draws.paused():
             starts.append(self.start_of(optimizer, watched.optimizers.index(optimizer)))
+        if self.batches:
+            self.last_batches, self.last_contents = self.batches, self.contents
         self.batches, self.contents = [], []
         self.backwards, self.calls = self.model.backwards, len(self.run.record.model_calls)
 
     def start_of(self, optimizer: Any, number: int) -> StepStart:
         record, parameters = self.run.record, parameters_of(optimizer)
         micro_batches = max(1, self.model.backwards - self.backwards)
-        contents = self.contents[-micro_batches:]
-        if not self.batches:
+        batches = self.batches or self.last_batches  # a second optimizer steps with the same batch
+        contents = (self.contents or self.last_contents)[-micro_batches:]
+        if not batches:
             contents = [[call.checksum] for call in record.model_calls[self.calls :]]
         schedulers = [each for reference in self.schedulers if (each := reference()) is not None]
         return StepStart(
             number=record.step_count,
             optimizer=number,
             source_line=source_line(),
-            batches=self.batches[-micro_batches:],
+            batches=batches[-micro_batches:],
             contents=contents,
             epochs=self.epochs,
             groups=[numbers_of(group) for group in optimizer.param_groups],

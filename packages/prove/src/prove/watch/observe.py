@@ -26,7 +26,6 @@ from prove.watch import (
 )
 from prove.watch.rank_run import RankRun, wrap
 
-
 SEEDS_APART = 1000  # of two neighboring ranks
 
 

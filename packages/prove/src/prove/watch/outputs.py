@@ -40,7 +40,8 @@ class OutputWatcher:
             self.names = {id(part): without_wrappers(name) for name, part in root.named_modules()}
 
     def leave(self, layer: nn.Module, outputs: Any) -> None:
-        if id(layer) not in self.names or not self.is_wanted():
+        name = self.names.get(id(layer))  # DataParallel calls layers in several threads
+        if name is None or not self.is_wanted():
             return
         tensor = next((each for each in tensors_in([outputs]) if each.ndim), None)
         if tensor is None or is_functorch_wrapped_tensor(tensor):
@@ -52,5 +53,5 @@ class OutputWatcher:
         except NotComparableError:
             return
         products = rows @ projection_vector(rows.shape[1], rows.device)
-        name, class_name = self.names[id(layer)], type(layer).__name__
-        self.run.record.outputs.append(LayerOutput(name, class_name, products.tolist()))
+        output = LayerOutput(name, type(layer).__name__, products.tolist())
+        self.run.record.outputs.append(output)

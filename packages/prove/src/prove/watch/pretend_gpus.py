@@ -68,8 +68,8 @@ ANSWERS: list[tuple[tuple, Any, tuple[str, ...]]] = [
     (CUDA, GPU, ("get_device_properties",)),
     (CUDA, (GPU.major, GPU.minor), ("get_device_capability",)),
     (CUDA, (GPU.total_memory, GPU.total_memory), ("mem_get_info",)),  # free and total memory
-    (CUDA, True, ("is_bf16_supported", "is_tf32_supported")),
-    (CUDA, False, ("is_initialized", "is_current_stream_capturing", "can_device_access_peer")),
+    (CUDA, True, ("is_initialized", "is_bf16_supported", "is_tf32_supported")),
+    (CUDA, False, ("is_current_stream_capturing", "can_device_access_peer")),
     (CUDA, None, ("init", "set_device", "ipc_collect", "check_error", "set_sync_debug_mode")),
     (CUDA, None, ("reset_max_memory_allocated", "reset_max_memory_cached")),
     (CUDA, None, ("set_per_process_memory_fraction",)),
@@ -113,6 +113,15 @@ class GpuGenerator:
             nn_module.register_module_forward_pre_hook(self.begin_forward)
             nn_module.register_module_forward_hook(self.end_forward, always_call=True)
         self.state = torch.Generator().manual_seed(number).get_state()
+
+    def get_state(self, device: Any = None) -> Tensor:
+        return torch.get_rng_state() if self.state is None else self.state
+
+    def set_state(self, state: Tensor, device: Any = None) -> None:
+        if self.state is None:
+            torch.set_rng_state(state)
+        else:
+            self.state = state
 
     def exchange(self) -> None:
         if self.state is not None:
@@ -169,7 +178,7 @@ def sync_batchnorm(self: torch.nn.SyncBatchNorm, x: Tensor) -> Tensor:
 
 
 def set_rng_state_all(states: Iterable[Tensor]) -> None:
-    torch.set_rng_state(next(iter(states)))
+    GPU_GENERATOR.set_state(next(iter(states)))
 
 
 def install(gpus: int) -> None:
@@ -185,9 +194,9 @@ def install(gpus: int) -> None:
         if name.endswith("Tensor"):  # FloatTensor and the like
             setattr(torch.cuda, name, getattr(torch, name))
     replaced = {  # random numbers come from the CPU
-        "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-        "get_rng_state_all": lambda: [torch.get_rng_state()] * gpus,
+        "get_rng_state": GPU_GENERATOR.get_state,
+        "set_rng_state": GPU_GENERATOR.set_state,
+        "get_rng_state_all": lambda: [GPU_GENERATOR.get_state()] * gpus,
         "set_rng_state_all": set_rng_state_all,
         "initial_seed": torch.initial_seed,
         "manual_seed": GPU_GENERATOR.seed_alone,
@@ -223,8 +232,8 @@ def install(gpus: int) -> None:
         self.module, self.device_ids = module, []  # as on a machine that has no GPU
 
     @wrap(torch, "load")
-    def load(original: Callable, *args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs | {"map_location": "cpu"})
+    def load(original: Callable, f: Any, map_location: Any = None, *args: Any, **more: Any) -> Any:
+        return original(f, "cpu", *args, **more)
 
     @wrap_everywhere(dist.distributed_c10d, "init_process_group")
     def begin(

@@ -174,6 +174,12 @@ class RankRun:
             multiprocessing.util.Finalize(None, self.write, (Ended.FINISHED,), exitpriority=100)
             threading.Thread(target=self.write_until_end, daemon=True).start()
 
+    def train_alone(self) -> None:
+        """Begin to write as the only process, if the script makes no process group."""
+        if not self.joined and os.environ.get("WORLD_SIZE", "1") == "1":
+            self.joined = True
+            threading.Thread(target=self.write_until_end, daemon=True).start()
+
     def file(self, kind: RankFile, rank: int | None = None) -> Path:
         """Name a file of this run; `rank` says of which rank, by default of this one."""
         rank = self.record.rank if rank is None else rank

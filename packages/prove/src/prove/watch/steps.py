@@ -92,8 +92,10 @@ class StepWatcher:
             return
         self.parameters[id(p)], self.local[id(p)] = p, LocalGradient()
 
-        def arrived(gradient: Tensor) -> None:
+        def arrived(gradient: Tensor | None) -> None:
             self.run.note_event()
+            if gradient is None:  # another hook has taken it
+                return
             self.had_gradient.add(id(p))
             self.local[id(p)].add(gradient, p.grad)
 
