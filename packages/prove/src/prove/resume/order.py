@@ -26,7 +26,7 @@ class Sentence(Reason):
         "trains on others (rank {rank}, {at})",
         "begin at the epoch after the one that was saved, and call sampler.set_epoch(epoch) before "
         "each",
-        Heading.SAME_ORDER,
+        Heading.RESUME,
     )
     SAMPLES_OF_OTHER_RANK = (
         "rank {rank} trains in its step {step} on samples of rank {owner}, and without a stop on "
@@ -38,6 +38,7 @@ class Sentence(Reason):
         "its step {step} trains on other samples than step {number} without a stop, in the middle "
         "of an epoch (rank {rank}, {at}): some come twice in it, and some never",
         INSIDE,
+        Heading.RESUME,
     )
     OTHER_ORDER = (
         "its step {step} trains on other samples than step {number} without a stop, and on none of "
@@ -58,7 +59,7 @@ class Sentence(Reason):
     MORE_EPOCHS = (
         "more steps follow after step {steps} than without a stop",
         "count the epochs that were done before the stop",
-        Heading.SAME_ORDER,
+        Heading.RESUME,
     )
     FEWER_EPOCHS = (
         "it ends after {steps:n step}, and without a stop {more} follow",
