@@ -5,6 +5,7 @@ from typing import Any
 
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import ReportRow, not_seen, right, warning, wrong
+from prove.rank_record import RankRecord
 from prove.resume.pairs import Pairs
 from prove.resume.record import StepStart
 from prove.resume.runs import Run
@@ -72,6 +73,11 @@ class Sentence(Reason):
     SAME_EPOCH = "goes on with epoch {epoch}"
     AS_MANY_STEPS = "as many steps follow as without a stop"
     SAMPLES_NOT_KNOWN = ("prove does not see which samples the steps are made of",)
+    SAMPLES_ARE_DRAWN = (
+        "the samples have no numbers, and their contents are changed at random while they are "
+        "loaded ({at})",
+        "switch the augmentation off while you prove that it resumes",
+    )
 
 
 def samples_of(run: Run, rank: int, start: StepStart) -> Any:
@@ -97,6 +103,9 @@ def sample_rows(pairs: Pairs) -> list[ReportRow]:
         given = [samples_of(pairs.resumed, rank, start) for start in other]
         if not all(wanted) or not all(given):
             return [not_seen(SAMPLES, Sentence.SAMPLES_NOT_KNOWN)]
+        if at := drawn_at(pairs.straight.ranks[rank]):
+            pairs.same_samples = False
+            return [not_seen(SAMPLES, Sentence.SAMPLES_ARE_DRAWN, at=at)]
         common = min(len(wanted), len(given))
         steps = max(steps, common)
         bad = next((i for i in range(common) if wanted[i] != given[i]), None)
@@ -121,6 +130,13 @@ def sample_rows(pairs: Pairs) -> list[ReportRow]:
     if pairs.is_inside_epoch:
         return [wrong(SAMPLES, Sentence.OTHER_INSIDE, **worst)]
     return [warning(SAMPLES, Sentence.OTHER_ORDER, **worst)]
+
+
+def drawn_at(record: RankRecord) -> str:
+    """Where is a loader made whose samples have no numbers, but random contents?"""
+    passes = record.trained_passes
+    drawn = (each for each in passes if each.workers_drew or any(each.drew))
+    return next((each.source_line for each in drawn if not each.indices), "")
 
 
 def step_with(run: Run, rank: int, samples: Any) -> int:

@@ -169,7 +169,7 @@ def rate_rows(pairs: Pairs) -> list[ReportRow]:
         return [different]
     if not first.groups or "lr" not in first.groups[0]:
         return []
-    ahead = ", and so does the schedule go on" if any(first.rates_ahead) else ""
+    ahead = ", and so does the schedule go on" if any(first.rates_ahead.values()) else ""
     facts = {"rate": first.groups[0]["lr"], "number": pairs.k + 1, "ahead": ahead}
     return [right(RATE, Sentence.SAME_RATE, **facts)]
 
@@ -190,7 +190,8 @@ def other_settings(pairs: Pairs) -> ReportRow | None:
 
 
 def other_rates_ahead(first: StepStart, resumed: StepStart) -> ReportRow | None:
-    for wanted, given in zip(first.rates_ahead, resumed.rates_ahead, strict=False):
+    for name in first.rates_ahead.keys() & resumed.rates_ahead.keys():
+        wanted, given = first.rates_ahead[name], resumed.rates_ahead[name]
         common = min(len(wanted), len(given))
         pairs = enumerate(zip(wanted, given, strict=False))
         bad = next((n for n, pair in pairs if difference(*pair) > RATE_LIMIT), None)
@@ -203,7 +204,8 @@ def other_rates_ahead(first: StepStart, resumed: StepStart) -> ReportRow | None:
 
 
 def other_metrics(first: StepStart, resumed: StepStart, limit: float) -> ReportRow | None:
-    for wanted, given in zip(first.metrics, resumed.metrics, strict=False):
+    for scheduler in first.metrics.keys() & resumed.metrics.keys():
+        wanted, given = first.metrics[scheduler], resumed.metrics[scheduler]
         apart, name = largest(wanted, given)
         if apart > max(limit, RATE_LIMIT):
             facts = {"name": name, "value": given[name], "wanted": wanted[name]}
