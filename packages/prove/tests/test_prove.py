@@ -1,6 +1,7 @@
 """prove: it finds planted mistakes, is silent about right scripts, and takes its options."""
 
 import re
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -262,3 +263,17 @@ def test_the_page_shows_what_prove_prints(tmp_path):
         for part in shown.split("...\n"):
             text = shape.sub("#", " ".join(part.split()))
             assert text in shape.sub("#", one_line(ended.stdout))
+
+
+def test_the_page_shows_what_is_lost_by_resuming(tmp_path):
+    page = (PACKAGE / "README.md").read_text()
+    [command] = re.findall(r"```bash\n(python -m prove --resume .*?)\n```", page, re.S)
+    [shown] = [text for text in re.findall(r"```text\n(.*?)```", page, re.S) if "resume:" in text]
+    folder = tmp_path / "packages/prove/examples"
+    folder.mkdir(parents=True)
+    (folder / "resumes.py").write_text((PACKAGE / "examples/resumes.py").read_text())
+    ended = run(tmp_path, *shlex.split(command.replace("\\\n", ""))[3:])
+    shape = re.compile(r"in \d+ s|(?<=\()\S*(?=/cures\.md#)")
+    for part in shown.split("...\n"):
+        assert shape.sub("#", one_line(part)) in shape.sub("#", one_line(ended.stdout))
+    assert not (tmp_path / "last.pt").exists(), "prove puts the files back"

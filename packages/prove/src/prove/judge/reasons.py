@@ -18,6 +18,7 @@ class Heading:
     NAN = "the-loss-is-nan"
     PRINTS = "every-line-is-printed-n-times"
     RATE = "a-larger-batch-learns-worse-which-learning-rate"
+    RESUME = "it-resumes-differently"
     SAME_ORDER = "every-epoch-has-the-same-order"
     UNEVEN = "the-last-batch-of-an-epoch-hangs"
     UNUSED = "expected-to-have-finished-reduction-in-the-prior-iteration-before-starting-a-new-one"

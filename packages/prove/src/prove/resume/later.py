@@ -1,10 +1,11 @@
 """After more steps: the weights, what is printed, and what the next checkpoint holds."""
 
+import math
 from collections import Counter
 from typing import Any
 
 from prove.judge.reasons import Reason
-from prove.judge.table import ReportRow, right, warning, wrong
+from prove.judge.table import ReportRow, not_seen, right, warning, wrong
 from prove.judge.wording import NUMBER
 from prove.resume.pairs import LIMIT, Pairs, difference
 from prove.resume.record import Saved
@@ -13,13 +14,22 @@ from prove.resume.runs import Run
 LATER_WEIGHTS, PRINTED = "resume: later weights", "resume: printed numbers"
 NEXT_CHECKPOINT = "resume: next checkpoint"
 PRINTED_LIMIT = 1e-4
+LIMIT_OF_TENSORS = 1e-4  # rounding grows from step to step
+MOST_ROUNDING, LEAST_MISTAKE = 1e-4, 1e-2  # of the change of the weights
 
 
 class Sentence(Reason):
-    SAME_LATER_WEIGHTS = "equal to {apart:.0e} before step {number}, after {steps:n more step}"
+    SAME_LATER_WEIGHTS = (
+        "equal to {apart:.0e} of their change before step {number}, after {steps:n more step}"
+    )
+    CLOSE_LATER_WEIGHTS = (
+        "they differ by {apart:.0e} of their change before step {number}: much for rounding, and "
+        "little for a mistake",
+        "prove it once more, with --batches 16",
+    )
     OTHER_LATER_WEIGHTS = (
-        "{name} differs by {apart:percent} before step {number} (rank {rank}), though all is equal "
-        "at first",
+        "they differ by {apart:percent} of their change before step {number}, most in {name} (rank "
+        "{rank}), though all is equal at first",
         "something between two steps is not saved: a counter, a momentum of your own, a buffer",
     )
     SAME_NUMBERS = "{numbers:n number}, as without a stop"
@@ -50,20 +60,36 @@ def later_rows(pairs: Pairs) -> list[ReportRow]:
 
 
 def later_weight_rows(pairs: Pairs) -> list[ReportRow]:
+    """Compare the weights before the last common step, as a share of their change until then.
+
+    With three ranks or more, DDP adds in another order in its first step than later, and rounds
+    otherwise.
+    """
     worst, last = 0.0, 0
     for rank, (one, other) in enumerate(pairs.ranks):
         last = min(len(one), len(other)) - 1
         if last < 1 or one[last].optimizer != other[last].optimizer:
             return []
-        weights = zip(one[last].weights, other[last].weights, strict=False)
-        apart, at = max((difference(a, b), n) for n, (a, b) in enumerate(weights))
-        worst = max(worst, apart)
-        if apart > pairs.limit:
-            name = pairs.name_of(one[last].optimizer, at)
-            facts = {"name": name, "apart": apart, "number": one[last].number + 1, "rank": rank}
-            return [wrong(LATER_WEIGHTS, Sentence.OTHER_LATER_WEIGHTS, **facts)]
-    facts = {"apart": worst, "number": pairs.ranks[0][0][last].number + 1, "steps": last}
-    return [right(LATER_WEIGHTS, Sentence.SAME_LATER_WEIGHTS, **facts)]
+        first = next(start for start in one if start.optimizer == one[last].optimizer)
+        columns = (first.weights, one[last].weights, other[last].weights)
+        inner = [[projection[0] for projection in column] for column in columns]
+        changes = [abs(after - before) for before, after in zip(*inner[:2], strict=True)]
+        apart = [abs(a - b) for a, b in zip(*inner[1:], strict=False)]
+        share = math.hypot(*apart) / max(math.hypot(*changes), 1e-30)
+        worst = max(worst, share)
+        is_noise = max(map(difference, *columns[1:])) <= pairs.limit
+        if share <= MOST_ROUNDING or is_noise:
+            continue
+        facts: dict[str, Any] = {"apart": share, "number": one[last].number + 1}
+        if share < LEAST_MISTAKE:
+            return [not_seen(LATER_WEIGHTS, Sentence.CLOSE_LATER_WEIGHTS, **facts)]
+        name = pairs.name_of(one[last].optimizer, apart.index(max(apart)))
+        facts |= {"name": name, "rank": rank}
+        return [wrong(LATER_WEIGHTS, Sentence.OTHER_LATER_WEIGHTS, **facts)]
+    number = pairs.ranks[0][0][last].number + 1
+    return [
+        right(LATER_WEIGHTS, Sentence.SAME_LATER_WEIGHTS, apart=worst, number=number, steps=last)
+    ]
 
 
 def lines_of(run: Run, rank: int, first: int) -> dict[tuple, tuple[str, list[str]]]:
@@ -130,7 +156,7 @@ def checkpoint_rows(pairs: Pairs) -> list[ReportRow]:
                 given = other.content.get(name)
                 apart = difference(value, given)
                 found: dict[str, Any] = {"name": name, "at": other.source_line}
-                if apart <= (0 if is_exact else 10 * pairs.limit):
+                if apart <= (0 if is_exact else max(LIMIT_OF_TENSORS, 10 * pairs.limit)):
                     continue
                 if isinstance(value, tuple) and isinstance(given, tuple):
                     found["apart"] = apart

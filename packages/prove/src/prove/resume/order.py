@@ -5,6 +5,7 @@ from typing import Any
 
 from prove.judge.reasons import Heading, Reason
 from prove.judge.table import ReportRow, not_seen, right, warning, wrong
+from prove.rank_record import RankRecord
 from prove.resume.pairs import Pairs
 from prove.resume.record import StepStart
 from prove.resume.runs import Run
@@ -26,7 +27,7 @@ class Sentence(Reason):
         "trains on others (rank {rank}, {at})",
         "begin at the epoch after the one that was saved, and call sampler.set_epoch(epoch) before "
         "each",
-        Heading.SAME_ORDER,
+        Heading.RESUME,
     )
     SAMPLES_OF_OTHER_RANK = (
         "rank {rank} trains in its step {step} on samples of rank {owner}, and without a stop on "
@@ -38,6 +39,7 @@ class Sentence(Reason):
         "its step {step} trains on other samples than step {number} without a stop, in the middle "
         "of an epoch (rank {rank}, {at}): some come twice in it, and some never",
         INSIDE,
+        Heading.RESUME,
     )
     OTHER_ORDER = (
         "its step {step} trains on other samples than step {number} without a stop, and on none of "
@@ -58,7 +60,7 @@ class Sentence(Reason):
     MORE_EPOCHS = (
         "more steps follow after step {steps} than without a stop",
         "count the epochs that were done before the stop",
-        Heading.SAME_ORDER,
+        Heading.RESUME,
     )
     FEWER_EPOCHS = (
         "it ends after {steps:n step}, and without a stop {more} follow",
@@ -71,6 +73,11 @@ class Sentence(Reason):
     SAME_EPOCH = "goes on with epoch {epoch}"
     AS_MANY_STEPS = "as many steps follow as without a stop"
     SAMPLES_NOT_KNOWN = ("prove does not see which samples the steps are made of",)
+    SAMPLES_ARE_DRAWN = (
+        "the samples have no numbers, and their contents are changed at random while they are "
+        "loaded ({at})",
+        "switch the augmentation off while you prove that it resumes",
+    )
 
 
 def samples_of(run: Run, rank: int, start: StepStart) -> Any:
@@ -96,6 +103,9 @@ def sample_rows(pairs: Pairs) -> list[ReportRow]:
         given = [samples_of(pairs.resumed, rank, start) for start in other]
         if not all(wanted) or not all(given):
             return [not_seen(SAMPLES, Sentence.SAMPLES_NOT_KNOWN)]
+        if at := drawn_at(pairs.straight.ranks[rank]):
+            pairs.same_samples = False
+            return [not_seen(SAMPLES, Sentence.SAMPLES_ARE_DRAWN, at=at)]
         common = min(len(wanted), len(given))
         steps = max(steps, common)
         bad = next((i for i in range(common) if wanted[i] != given[i]), None)
@@ -120,6 +130,13 @@ def sample_rows(pairs: Pairs) -> list[ReportRow]:
     if pairs.is_inside_epoch:
         return [wrong(SAMPLES, Sentence.OTHER_INSIDE, **worst)]
     return [warning(SAMPLES, Sentence.OTHER_ORDER, **worst)]
+
+
+def drawn_at(record: RankRecord) -> str:
+    """Where is a loader made whose samples have no numbers, but random contents?"""
+    passes = record.trained_passes
+    drawn = (each for each in passes if each.workers_drew or any(each.drew))
+    return next((each.source_line for each in drawn if not each.indices), "")
 
 
 def step_with(run: Run, rank: int, samples: Any) -> int:

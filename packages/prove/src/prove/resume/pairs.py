@@ -7,7 +7,7 @@ from prove.rank_record import RankRecord
 from prove.resume.record import StepStart
 from prove.resume.runs import ResumeRuns, Run, WrittenFile, checkpoints, ends_of_epochs
 
-LIMIT = 1e-6  # relative; a larger difference is one, unless the control differs as much
+LIMIT = 1e-7  # relative; a larger difference is one, unless the control differs as much
 TIMES_NOISE = 10  # difference between two straight runs that a resumed one may have
 MOST_NOISE = 1e-3  # if two straight runs differ by more, nothing is compared
 

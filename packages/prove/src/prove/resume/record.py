@@ -17,8 +17,8 @@ class StepStart:
     contents: list[list[int]]  # checksums of the samples of these batches
     epochs: list[str]  # what the sampler and the data set hold as their epoch
     groups: list[dict[str, float]]  # learning rate, momentum and the like of each group
-    rates_ahead: list[list[float]]  # of each scheduler: the rates that its next steps would set
-    metrics: list[dict[str, float]]  # of each ReduceLROnPlateau: what it remembers
+    rates_ahead: dict[str, list[float]]  # of each scheduler: what its next steps would set
+    metrics: dict[str, dict[str, float]]  # of each ReduceLROnPlateau: what it remembers
     loss_scale: dict[str, float]  # of GradScaler: scale, and steps since it last changed
     weights: list[Projection]
     state: list[dict[str, Projection]]  # the optimizer's, by parameter

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from prove.judge.reasons import Reason
+from prove.judge.reasons import Heading, Reason
 from prove.judge.table import ReportRow, not_seen, right, warning, wrong
 from prove.resume.pairs import MOST_NOISE, Pairs, difference, largest
 from prove.resume.record import StepStart
@@ -27,6 +27,7 @@ class Sentence(Reason):
         "{name} differs by {apart:percent} before step {number} (rank {rank})",
         "load them into ddp.module, before the first forward, from what state_dict() gave after "
         "the last step",
+        Heading.RESUME,
     )
     WEIGHTS_OF_STEP = (
         "they are those before step {found}, not before step {number} (rank {rank})",
@@ -35,18 +36,22 @@ class Sentence(Reason):
     SAME_STATE = "{tensors:n tensor} equal to {apart:.0e} before step {number}"
     NO_STATE_TO_KEEP = "this optimizer keeps nothing between steps"
     STATE_LOST = (
-        "it has no state before its first step, and without a stop {name} ({at})",
+        "its first step begins without a state; without a stop, it has {names} of {parameters:n "
+        "parameter} ({at})",
         'save optimizer.state_dict(), and load it: optimizer.load_state_dict(saved["optimizer"])',
+        Heading.RESUME,
     )
     OTHER_STATE = (
         "{name} differs by {apart:percent} before step {number} (rank {rank}, {at})",
         "load the optimizer's state after the model is built, into the optimizer that steps",
+        Heading.RESUME,
     )
     SAME_MODULES = "{tensors:n buffer and other tensor} equal to {apart:.0e}"
     OTHER_MODULES = (
         "{name} differs by {apart:percent} before step {number}",
         "save and load every module that the evaluation uses: a moving average begins anew if it "
         "is made from the loaded weights",
+        Heading.RESUME,
     )
     BUFFERS_OF_OTHER_RANK = (
         "{name} is that of another rank: the checkpoint holds the buffers of one rank for all",
@@ -57,6 +62,7 @@ class Sentence(Reason):
         "{setting} is {value:.6g} at step {number}, and {wanted:.6g} without a stop ({at})",
         "save scheduler.state_dict() and load it, once, and into the scheduler that steps this "
         "optimizer",
+        Heading.RESUME,
     )
     OTHER_RATE_AHEAD = (
         "the scheduler goes on with {rates:each .6g}, and without a stop with {wanted:each .6g}",
@@ -70,6 +76,7 @@ class Sentence(Reason):
     OTHER_SCALE = (
         "{name} is {value:g} at step {number}, and {wanted:g} without a stop",
         "save scaler.state_dict() and load it",
+        Heading.RESUME,
     )
 
 
@@ -113,9 +120,9 @@ def optimizer_rows(pairs: Pairs) -> list[ReportRow]:
         for one, other in pairs.first_steps(rank):
             facts: dict[str, Any] = {"number": pairs.k + 1, "rank": rank, "at": other.source_line}
             if any(one.state) and not any(other.state):
-                index = next(number for number, state in enumerate(one.state) if state)
-                name = f"{next(iter(one.state[index]))} of {pairs.name_of(one.optimizer, index)}"
-                return [wrong(OPTIMIZER, Sentence.STATE_LOST, name=name, at=other.source_line)]
+                facts = {"names": [*next(filter(None, one.state))], "at": other.source_line}
+                parameters = sum(map(bool, one.state))
+                return [wrong(OPTIMIZER, Sentence.STATE_LOST, parameters=parameters, **facts)]
             for index, states in enumerate(zip(one.state, other.state, strict=False)):
                 apart, key = largest(*states)
                 worst, tensors = max(worst, apart), tensors + len(states[0])
@@ -162,7 +169,7 @@ def rate_rows(pairs: Pairs) -> list[ReportRow]:
         return [different]
     if not first.groups or "lr" not in first.groups[0]:
         return []
-    ahead = ", and so does the schedule go on" if any(first.rates_ahead) else ""
+    ahead = ", and so does the schedule go on" if any(first.rates_ahead.values()) else ""
     facts = {"rate": first.groups[0]["lr"], "number": pairs.k + 1, "ahead": ahead}
     return [right(RATE, Sentence.SAME_RATE, **facts)]
 
@@ -183,7 +190,8 @@ def other_settings(pairs: Pairs) -> ReportRow | None:
 
 
 def other_rates_ahead(first: StepStart, resumed: StepStart) -> ReportRow | None:
-    for wanted, given in zip(first.rates_ahead, resumed.rates_ahead, strict=False):
+    for name in first.rates_ahead.keys() & resumed.rates_ahead.keys():
+        wanted, given = first.rates_ahead[name], resumed.rates_ahead[name]
         common = min(len(wanted), len(given))
         pairs = enumerate(zip(wanted, given, strict=False))
         bad = next((n for n, pair in pairs if difference(*pair) > RATE_LIMIT), None)
@@ -196,7 +204,8 @@ def other_rates_ahead(first: StepStart, resumed: StepStart) -> ReportRow | None:
 
 
 def other_metrics(first: StepStart, resumed: StepStart, limit: float) -> ReportRow | None:
-    for wanted, given in zip(first.metrics, resumed.metrics, strict=False):
+    for scheduler in first.metrics.keys() & resumed.metrics.keys():
+        wanted, given = first.metrics[scheduler], resumed.metrics[scheduler]
         apart, name = largest(wanted, given)
         if apart > max(limit, RATE_LIMIT):
             facts = {"name": name, "value": given[name], "wanted": wanted[name]}

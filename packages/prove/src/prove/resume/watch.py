@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -123,7 +124,7 @@ class ResumeWatcher:
         contents = (self.contents or self.last_contents)[-micro_batches:]
         if not batches:
             contents = [[call.checksum] for call in record.model_calls[self.calls :]]
-        schedulers = [each for reference in self.schedulers if (each := reference()) is not None]
+        schedulers = self.named_schedulers()
         return StepStart(
             number=record.step_count,
             optimizer=number,
@@ -132,8 +133,10 @@ class ResumeWatcher:
             contents=contents,
             epochs=self.epochs,
             groups=[numbers_of(group) for group in optimizer.param_groups],
-            rates_ahead=[rates_ahead(each, RATES_AHEAD)[0] for each in schedulers],
-            metrics=[metrics_of(each) for each in schedulers],
+            rates_ahead={
+                name: rates_ahead(each, RATES_AHEAD)[0] for name, each in schedulers.items()
+            },
+            metrics={name: metrics_of(each) for name, each in schedulers.items()},
             loss_scale=scale_of(self.scaler()),
             weights=[project(p) for p in parameters],
             state=[state_of(optimizer, p) for p in parameters],
@@ -141,6 +144,17 @@ class ResumeWatcher:
             at_batch=self.at_batch or random_state.state_digests(),
             at_step=random_state.state_digests(),
         )
+
+    def named_schedulers(self) -> dict[str, Any]:
+        """Name the schedulers by class and number, the newest first: old ones may be left over."""
+        alive = [each for reference in self.schedulers if (each := reference()) is not None]
+        numbers: Counter[str] = Counter()
+        named = {}
+        for scheduler in reversed(alive):
+            name = type(scheduler).__name__
+            named[f"{name} {numbers[name]}"] = scheduler
+            numbers[name] += 1
+        return named
 
     def note_change(self, path: str, mode: str | None) -> None:
         if len(self.record.changes) < MAX_FILES:
