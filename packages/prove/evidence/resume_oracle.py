@@ -32,7 +32,7 @@ class Stop:
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
-        self.steps_done = self.epochs_begun = 0
+        self.steps_done = 0
 
     def prepare(self, rank: int, world: int) -> None:
         self.rank = rank
@@ -40,10 +40,8 @@ class Stop:
         iterate = DataLoader.__iter__
 
         def iterate_until_the_end(loader: DataLoader) -> Iterator:
-            if torch.is_grad_enabled():
-                self.epochs_begun += 1
-                if not self.steps and self.epochs_begun > 1:
-                    self.end()
+            if not self.steps and self.steps_done and torch.is_grad_enabled():
+                self.end()
             for batch in iterate(loader):
                 if self.steps and self.steps_done >= self.steps and torch.is_grad_enabled():
                     self.end()
@@ -95,6 +93,8 @@ def equal(one: Any, other: Any) -> bool:
     """To the bit, whatever is nested in it."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and one.dtype == other.dtype and one.equal(other)
+    if isinstance(one, torch.nn.Module):
+        return equal(one.state_dict(), other.state_dict())
     if isinstance(one, dict):
         return set(one) == set(other) and all(equal(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
@@ -141,8 +141,8 @@ def what_changes(script: Resumed) -> str:
 
 
 def known_scripts() -> dict[str, Resumed]:
-    """All scripts of resume but those that differ for prove alone, and the reported mistakes."""
-    ours = {name: each for name, each in resumed_scripts().items() if each.resume != "auto"}
+    """All scripts of resume that need no prove, and the reported mistakes with their cures."""
+    ours = {name: each for name, each in resumed_scripts().items() if each.has_oracle}
     reported = {f"reported/{each.name}": each.resumed() for each in stories("resume")}
     cures = {f"cured/{each.name}": each.resumed(is_cured=True) for each in stories("resume")}
     return {**ours, **reported, **cures}

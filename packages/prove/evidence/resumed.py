@@ -30,14 +30,23 @@ class Resumed:
     verdict: str = RIGHT  # the least that must be said in the row
     row: str = ""
     changes: str = "nothing"  # by a stop: weights, files, printed, failure, by chance
+    launcher: str = shlex.join((*TORCHRUN, "train.py"))
+    has_oracle: bool = True  # False: the oracle cannot start it, or what nobody seeds differs
 
     @property
     def case(self) -> Case:
         resumed = self.resume
         if resumed != "auto":
-            resumed = shlex.join((*TORCHRUN, "train.py")) + f" {self.resume}".rstrip()
-        options = (f"--resume={resumed}", *self.options)
-        return Case(self.name, self.script, self.verdict, self.row, options=options, proof=PROOF)
+            resumed = f"{self.launcher} {self.resume}".rstrip()
+        return Case(
+            self.name,
+            self.script,
+            self.verdict,
+            self.row,
+            command=tuple(shlex.split(self.launcher)),
+            options=(f"--resume={resumed}", *self.options),
+            proof=PROOF,
+        )
 
 
 def resumed_scripts() -> dict[str, Resumed]:
@@ -49,21 +58,22 @@ def resumed_scripts() -> dict[str, Resumed]:
 def scripts_of(folder: Path) -> list[Resumed]:
     """The script as it is, and then each of its changes."""
     about = json.loads((folder / "about.json").read_text())
-    script, options = (folder / "train.py").read_text(), tuple(about.get("options", ()))
-    found = [Resumed(folder.name, script, about["resume"], options)]
+    right = (folder / "train.py").read_text()
+    found = [Resumed(folder.name, right, about["resume"], tuple(about.get("options", ())))]
     for name, change in {**about["faults"], **about["right"]}.items():
-        diff = folder / f"{name}.diff"
-        found.append(
-            Resumed(
-                f"{folder.name}/{name}",
-                apply_diff(script, diff.read_text()) if diff.exists() else script,
-                change.get("resume", about["resume"]),
-                options,
-                change.get("verdict", RIGHT),
-                change.get("row", ""),
-                change["changes"],
-            )
+        diff, settings = folder / f"{name}.diff", {**about, **change}
+        script = Resumed(
+            f"{folder.name}/{name}",
+            apply_diff(right, diff.read_text()) if diff.exists() else right,
+            settings["resume"],
+            tuple(settings.get("options", ())),
+            change.get("verdict", RIGHT),
+            change.get("row", ""),
+            change["changes"],
+            settings.get("launcher", found[0].launcher),
+            has_oracle=settings.get("oracle", True) and settings["resume"] != "auto",
         )
+        found.append(script)
     return found
 
 
