@@ -2,6 +2,7 @@
 
 import os
 import re
+import textwrap
 from dataclasses import replace
 from typing import Any
 
@@ -105,6 +106,10 @@ def what_ranks_do(outcome: RunOutcome) -> str:
     return in_words("{ranks:; }", {"ranks": states}) if states else "no rank has joined a group"
 
 
+def without_colors(text: str) -> str:
+    return re.sub(r"\x1b\[[\d;]*m", "", text)
+
+
 def error_of(outcome: RunOutcome) -> str:
     """Return the error of the rank that failed first, not of one that then lost its connection."""
     failed = [rank for rank in outcome.records if rank.error]
@@ -112,7 +117,8 @@ def error_of(outcome: RunOutcome) -> str:
         key=lambda rank: (error_is(rank, LOST_CONNECTION), rank.error and rank.error.seconds)
     )
     if failed and (error := failed[0].error):
-        message = " ".join(error.message.split())[:MAX_CHARACTERS]
+        message = without_colors(" ".join(error.message.split()))
+        message = textwrap.shorten(message, MAX_CHARACTERS, placeholder=" ...")
         return f"{error.class_name} at {error.source_line}: {message}"
     lines = [line.strip() for line in outcome.log.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|error:", line)]

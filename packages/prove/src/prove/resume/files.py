@@ -43,6 +43,11 @@ class Sentence(Reason):
         "the run that reads the checkpoint ends with {message}",
         "save and load the same names, and the weights of ddp.module",
     )
+    CANNOT_READ = (
+        "the run that reads the checkpoint ends with {message}",
+        "save tensors, numbers, texts, lists and dicts only, or load your own file with "
+        "torch.load(..., weights_only=False)",
+    )
     RESUMED_HANGS = (
         "the resumed run hangs: {doing}",
         "all ranks must load, or rank 0 loads and sends to all; no collective inside if rank == 0",
@@ -94,7 +99,11 @@ def rows_without_resume(runs: ResumeRuns) -> list[ReportRow]:
     if resumed.outcome.hang:
         return [wrong(CHECKPOINT, Sentence.RESUMED_HANGS, doing=what_ranks_do(resumed.outcome))]
     if not resumed.ended_well:
-        return [wrong(CHECKPOINT, Sentence.CANNOT_RESUME, message=error_of(resumed.outcome))]
+        message = error_of(resumed.outcome)
+        reason = Sentence.CANNOT_RESUME
+        if message.startswith("UnpicklingError"):
+            reason = Sentence.CANNOT_READ
+        return [wrong(CHECKPOINT, reason, message=message)]
     return []
 
 

@@ -29,6 +29,17 @@ class Sentence(Reason):
         "each",
         Heading.RESUME,
     )
+    INPUTS_REPEATED = (
+        "its step {step} trains on what step {earlier} has had, and without a stop step {number} "
+        "trains on something else (rank {rank}, {at})",
+        "draw the batches by a seed and the number of the step, or save the random states of all "
+        "ranks",
+        Heading.RESUME,
+    )
+    OTHER_CONTENTS = (
+        "its samples have the same numbers as without a stop, and other contents ({at})",
+        "make or read the data set the same way in each process: a fixed seed, sorted file names",
+    )
     SAMPLES_OF_OTHER_RANK = (
         "rank {rank} trains in its step {step} on samples of rank {owner}, and without a stop on "
         "others ({at})",
@@ -120,16 +131,32 @@ def sample_rows(pairs: Pairs) -> list[ReportRow]:
         at = passes[place[0][0]].source_line if place else other[bad].source_line
         found.append({**facts, "at": at, "earlier": earlier, "owner": next(iter(owners), None)})
     pairs.same_samples = not found
+    if not found and (at := other_contents_at(pairs)):
+        pairs.same_samples = False
+        return [warning(SAMPLES, Sentence.OTHER_CONTENTS, at=at)]
     if not found:
         return [right(SAMPLES, Sentence.SAMPLES_GO_ON, steps=steps)] if steps else []
     worst = max(found, key=lambda facts: bool(facts["earlier"]))
     if worst["earlier"]:
-        return [wrong(SAMPLES, Sentence.SAMPLES_REPEATED, **worst)]
+        has_loader = any(start.batches for start in pairs.ranks[worst["rank"]][1])
+        reason = Sentence.SAMPLES_REPEATED if has_loader else Sentence.INPUTS_REPEATED
+        return [wrong(SAMPLES, reason, **worst)]
     if of_other := next((facts for facts in found if facts["owner"] is not None), None):
         return [wrong(SAMPLES, Sentence.SAMPLES_OF_OTHER_RANK, **of_other)]
     if pairs.is_inside_epoch:
         return [wrong(SAMPLES, Sentence.OTHER_INSIDE, **worst)]
     return [warning(SAMPLES, Sentence.OTHER_ORDER, **worst)]
+
+
+def other_contents_at(pairs: Pairs) -> str:
+    """Where is a loader made whose data set has other contents than in the straight run?"""
+    for one, other in zip(pairs.straight.ranks, pairs.resumed.ranks, strict=True):
+        passes = zip(one.trained_passes[:1], other.trained_passes[:1], strict=False)
+        for wanted, given in passes:
+            both = wanted.fingerprint and given.fingerprint
+            if both and wanted.fingerprint != given.fingerprint:
+                return given.source_line
+    return ""
 
 
 def drawn_at(record: RankRecord) -> str:

@@ -114,15 +114,6 @@ class GpuGenerator:
             nn_module.register_module_forward_hook(self.end_forward, always_call=True)
         self.state = torch.Generator().manual_seed(number).get_state()
 
-    def get_state(self, device: Any = None) -> Tensor:
-        return torch.get_rng_state() if self.state is None else self.state
-
-    def set_state(self, state: Tensor, device: Any = None) -> None:
-        if self.state is None:
-            torch.set_rng_state(state)
-        else:
-            self.state = state
-
     def exchange(self) -> None:
         if self.state is not None:
             other_state, self.state = self.state, torch.get_rng_state()
@@ -178,7 +169,7 @@ def sync_batchnorm(self: torch.nn.SyncBatchNorm, x: Tensor) -> Tensor:
 
 
 def set_rng_state_all(states: Iterable[Tensor]) -> None:
-    GPU_GENERATOR.set_state(next(iter(states)))
+    torch.set_rng_state(next(iter(states)))
 
 
 def install(gpus: int) -> None:
@@ -194,9 +185,9 @@ def install(gpus: int) -> None:
         if name.endswith("Tensor"):  # FloatTensor and the like
             setattr(torch.cuda, name, getattr(torch, name))
     replaced = {  # random numbers come from the CPU
-        "get_rng_state": GPU_GENERATOR.get_state,
-        "set_rng_state": GPU_GENERATOR.set_state,
-        "get_rng_state_all": lambda: [GPU_GENERATOR.get_state()] * gpus,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "get_rng_state_all": lambda: [torch.get_rng_state()] * gpus,
         "set_rng_state_all": set_rng_state_all,
         "initial_seed": torch.initial_seed,
         "manual_seed": GPU_GENERATOR.seed_alone,
