@@ -7,6 +7,7 @@ whole. For a tensor of any other kind, `NotComparableError` names the kind.
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 
 class NotComparableError(Exception):
@@ -26,6 +27,13 @@ def kind_of(tensor: Tensor) -> str:
     return f"{name}{layout}{device}{tensor.dtype}"
 
 
+def has_no_memory(tensor: Tensor) -> bool:
+    """Is the memory freed, as fully_shard does after a forward? Reading it would crash."""
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    is_plain = is_plain and not is_functorch_wrapped_tensor(tensor)
+    return is_plain and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
 def comparable(tensor: Tensor) -> Tensor:
     """Turn a tensor into a vector (n,) in float64, without a gradient.
 
@@ -33,7 +41,7 @@ def comparable(tensor: Tensor) -> Tensor:
     """
     try:
         tensor = full_tensor(tensor.detach())
-        if tensor.is_meta:
+        if tensor.is_meta or has_no_memory(tensor):
             raise NotComparableError(kind_of(tensor))
         if tensor.is_nested:
             return torch.cat([comparable(part) for part in tensor.unbind()])

@@ -18,6 +18,7 @@ OTHER_MESSAGE = re.compile(  # errors that say: the other rank is in another col
 LAUNCHER = "torch.distributed.elastic"  # the launcher's own error says only that a rank failed
 INSTALLED = re.compile("-packages/|/lib/python|/prove/src/prove/")  # not of the script
 NO_CALL = Collective("no collective", "any place")
+ERROR_LINE = r"[\w.]*(Error|Exception)\b|error:|Fatal Python error"
 MAX_CHARACTERS = 240  # longest error text in a row
 
 
@@ -121,7 +122,7 @@ def error_of(outcome: RunOutcome) -> str:
         message = textwrap.shorten(message, MAX_CHARACTERS, placeholder=" ...")
         return f"{error.class_name} at {error.source_line}: {message}"
     lines = [line.strip() for line in outcome.log.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|error:", line)]
+    errors = [line for line in lines if re.match(ERROR_LINE, line)]
     ranks_errors = [line for line in errors if not line.startswith(LAUNCHER)]
     last = (ranks_errors or errors or lines or ["it printed nothing"])[-1][:300]
     places = re.findall(r'^  File "([^"<]+)", line (\d+)', outcome.log, re.M)

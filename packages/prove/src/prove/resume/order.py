@@ -52,6 +52,12 @@ class Sentence(Reason):
         INSIDE,
         Heading.RESUME,
     )
+    OTHER_INPUTS = (
+        "its step {step} trains on something else than step {number} without a stop, and on nothing "
+        "of an earlier step (rank {rank}, {at})",
+        "draw the batches by a seed and the number of the step; harmless if each run may draw its "
+        "own",
+    )
     OTHER_ORDER = (
         "its step {step} trains on other samples than step {number} without a stop, and on none of "
         "an earlier step (rank {rank}, {at})",
@@ -143,6 +149,8 @@ def sample_rows(pairs: Pairs) -> list[ReportRow]:
         return [wrong(SAMPLES, reason, **worst)]
     if of_other := next((facts for facts in found if facts["owner"] is not None), None):
         return [wrong(SAMPLES, Sentence.SAMPLES_OF_OTHER_RANK, **of_other)]
+    if not any(start.batches for start in pairs.ranks[worst["rank"]][1]):
+        return [warning(SAMPLES, Sentence.OTHER_INPUTS, **worst)]
     if pairs.is_inside_epoch:
         return [wrong(SAMPLES, Sentence.OTHER_INSIDE, **worst)]
     return [warning(SAMPLES, Sentence.OTHER_ORDER, **worst)]

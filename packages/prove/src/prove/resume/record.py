@@ -21,7 +21,8 @@ class StepStart:
     metrics: dict[str, dict[str, float]]  # of each ReduceLROnPlateau: what it remembers
     loss_scale: dict[str, float]  # of GradScaler: scale, and steps since it last changed
     weights: list[Projection]
-    state: list[dict[str, Projection]]  # the optimizer's, by parameter
+    state: list[dict[str, Projection]]  # the optimizer's and its inner ones', by parameter
+    is_of_torch: bool  # so that its state is known to be where it belongs
     other_tensors: dict[str, Projection]  # untrained modules, and buffers before the forward
     at_batch: list[int]  # digests of the generators when its last batch was given
     at_step: list[int]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from prove import processes
-from prove.errors import NotJudgedError
+from prove.errors import NotJudgedError, NotObservedError
 from prove.judge import loader_passes
 from prove.judge.rank_exits import error_of
 from prove.judge.wording import number_with_noun
@@ -27,6 +27,7 @@ from prove.watch.process_io import restore_files
 EPOCHS = 2  # of the straight run
 EPOCHS_IF_RARELY_SAVED = 5  # if two epochs save nothing
 OTHER_SEED = 77  # is added to the seed, for the process that resumes
+MIN_BARE_SECONDS = 20.0  # time that a script gets to fail by itself
 LONGEST_TEXT = 1_000_000  # bytes; longer logs are not compared
 CHECKPOINT, FOLDER = "{checkpoint}", "{folder}"  # in the command that resumes
 EVENTS_OF_TENSORBOARD = "events.out.tfevents"
@@ -184,6 +185,8 @@ class ResumeRuns:
             if run.outcome.hang or run.outcome.silent:
                 raise NotJudgedError("the script hangs without a stop: prove it without --resume")
             error = error_of(run.outcome)
+            if self.runs_by_itself(run):
+                raise NotObservedError(error)
             needs_gpu = not self.args.cpu and ("NVIDIA" in error or "CUDA" in error)
             advice = "; --cpu runs it without a GPU for each rank" if needs_gpu else ""
             raise NotJudgedError(f"the script fails by itself: {error}{advice}")
@@ -193,6 +196,20 @@ class ResumeRuns:
                 "it away, so that the first run begins from the start"
             )
         return run
+
+    def runs_by_itself(self, failed: Run) -> bool:
+        """Does the script run well while nobody watches it, a little longer than it ran here?"""
+        folder = tempfile.mkdtemp(prefix="prove-")
+        settings = replace(self.settings, mode=Mode.BARE, folder=folder)
+        seconds = max(MIN_BARE_SECONDS, 3 * failed.outcome.seconds)
+        try:
+            command, timeout = self.args.command, self.args.timeout
+            outcome = processes.run_command(command, settings, timeout, seconds)
+        finally:
+            restore_files(Path(folder))
+            shutil.rmtree(folder, ignore_errors=True)
+        ended = [record.ended == Ended.WITH_ERROR for record in outcome.records]
+        return not outcome.status and not any(ended)
 
     def run_straight_until_it_saves(self) -> Run:
         """Make the straight run; longer if it saves nothing in two epochs."""

@@ -35,6 +35,10 @@ class Sentence(Reason):
     )
     SAME_STATE = "{tensors:n tensor} equal to {apart:.0e} before step {number}"
     NO_STATE_TO_KEEP = "this optimizer keeps nothing between steps"
+    STATE_ELSEWHERE = (
+        "the optimizer of {at} keeps its state where prove does not look",
+        "compare what it keeps yourself; the row of later weights shows whether it matters",
+    )
     STATE_LOST = (
         "its first step begins without a state; without a stop, it has {names} of {parameters:n "
         "parameter} ({at})",
@@ -124,13 +128,16 @@ def optimizer_rows(pairs: Pairs) -> list[ReportRow]:
                 parameters = sum(map(bool, one.state))
                 return [wrong(OPTIMIZER, Sentence.STATE_LOST, parameters=parameters, **facts)]
             for index, states in enumerate(zip(one.state, other.state, strict=False)):
-                apart, key = largest(*states)
+                apart, key = largest(*states, names=states[0])
                 worst, tensors = max(worst, apart), tensors + len(states[0])
                 if apart > pairs.limit:
                     name = f"{key} of {pairs.name_of(one.optimizer, index)}"
                     facts |= {"name": name, "apart": apart}
                     return [wrong(OPTIMIZER, Sentence.OTHER_STATE, **facts)]
     if not tensors:
+        others = [one for one, _ in pairs.first_steps(0) if not one.is_of_torch]
+        if others:
+            return [not_seen(OPTIMIZER, Sentence.STATE_ELSEWHERE, at=others[0].source_line)]
         return [right(OPTIMIZER, Sentence.NO_STATE_TO_KEEP)]
     facts = {"tensors": tensors, "apart": worst, "number": pairs.k + 1}
     return [right(OPTIMIZER, Sentence.SAME_STATE, **facts)]

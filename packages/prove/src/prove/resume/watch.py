@@ -26,7 +26,8 @@ MAX_FILES = 2000  # further changes and reads are not recorded
 RATES_AHEAD = 20
 SECONDS_FOR_THREADS = 30  # threads of the script may still write a checkpoint
 SHORTEST_RANDOM_STATE = 16  # bytes; the state of a CUDA generator has this length
-MOST_NUMBERS = 100  # a longer list in a checkpoint is the state of a random generator, or data
+STATE_LENGTHS = (624, 625)  # of numpy's and Python's generators
+MOST_ITEMS = 1000  # a longer list is not looked into
 SETTINGS = ("lr", "momentum", "weight_decay", "betas", "eps")
 REMEMBERED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 
@@ -42,8 +43,13 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
             value = value.to_local()  # gathering would need all ranks, and only one may save
         is_random = value.dtype == torch.uint8 and value.numel() >= SHORTEST_RANDOM_STATE
         return {f"{name} (random state)" if is_random else name: project(value)}
-    if isinstance(value, list | tuple) and len(value) > MOST_NUMBERS:
-        return {f"{name} (random state)": hash(tuple(map(str, value)))}
+    if type(value).__name__ == "ndarray":
+        value = value.tolist()
+    is_list = isinstance(value, list | tuple)
+    if is_list and len(value) in STATE_LENGTHS and all(isinstance(each, int) for each in value):
+        return {f"{name} (random state)": hash(tuple(value))}
+    if isinstance(value, list | tuple) and len(value) > MOST_ITEMS:
+        return {name: f"{len(value)} items"}
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
     if isinstance(value, dict):
@@ -107,8 +113,10 @@ class ResumeWatcher:
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         watched, starts = self.model.steps, self.record.starts
-        is_inner = optimizer not in watched.optimizers or watched.depth > 1
-        if is_inner or len(starts) >= MAX_STEPS or makes_state():
+        if optimizer not in watched.optimizers or len(starts) >= MAX_STEPS or makes_state():
+            return
+        if watched.depth > 1:  # ZeRO's optimizer keeps its state in an inner one
+            starts[-1].state += [state_of(optimizer, p) for p in parameters_of(optimizer)]
             return
         with self.run.draws.paused():
             starts.append(self.start_of(optimizer, watched.optimizers.index(optimizer)))
@@ -140,6 +148,7 @@ class ResumeWatcher:
             loss_scale=scale_of(self.scaler()),
             weights=[project(p) for p in parameters],
             state=[state_of(optimizer, p) for p in parameters],
+            is_of_torch=type(optimizer).__module__.startswith("torch.optim"),
             other_tensors=self.other_tensors,
             at_batch=self.at_batch or random_state.state_digests(),
             at_step=random_state.state_digests(),

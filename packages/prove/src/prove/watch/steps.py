@@ -148,6 +148,8 @@ class StepWatcher:
     def watch_for_steps_by_hand(self, module: nn.Module) -> None:
         """Watch whether the script itself changes parameters that no optimizer holds."""
         held = self.held_parameters()
+        if any(hasattr(part, "unshard") for part in module.modules()):
+            return  # fully_shard lends whole parameters for a forward, which no optimizer holds
         for p in module.parameters():
             if p.requires_grad and p.is_leaf and id(p) not in held and type(p) is nn.Parameter:
                 self.by_hand.hold(p)
