@@ -53,8 +53,8 @@ class Sentence(Reason):
         Heading.RESUME,
     )
     OTHER_INPUTS = (
-        "its step {step} trains on something else than step {number} without a stop, and on nothing "
-        "of an earlier step (rank {rank}, {at})",
+        "its step {step} trains on other inputs than step {number} without a stop, and on none of "
+        "an earlier step (rank {rank}, {at})",
         "draw the batches by a seed and the number of the step; harmless if each run may draw its "
         "own",
     )
