@@ -170,7 +170,7 @@ def other_contents_at(pairs: Pairs) -> str:
 def drawn_at(record: RankRecord) -> str:
     """Where is a loader made whose samples have no numbers, but random contents?"""
     passes = record.trained_passes
-    drawn = (each for each in passes if each.workers_drew or any(each.drew))
+    drawn = (each for each in passes if any(each.drew) or (each.workers and each.workers_drew))
     return next((each.source_line for each in drawn if not each.indices), "")
 
 
