@@ -53,8 +53,8 @@ class Sentence(Reason):
         Heading.RESUME,
     )
     OTHER_INPUTS = (
-        "its step {step} trains on something else than step {number} without a stop, and on nothing "
-        "of an earlier step (rank {rank}, {at})",
+        "its step {step} trains on other inputs than step {number} without a stop, and on none of "
+        "an earlier step (rank {rank}, {at})",
         "draw the batches by a seed and the number of the step; harmless if each run may draw its "
         "own",
     )
@@ -170,7 +170,7 @@ def other_contents_at(pairs: Pairs) -> str:
 def drawn_at(record: RankRecord) -> str:
     """Where is a loader made whose samples have no numbers, but random contents?"""
     passes = record.trained_passes
-    drawn = (each for each in passes if each.workers_drew or any(each.drew))
+    drawn = (each for each in passes if any(each.drew) or (each.workers and each.workers_drew))
     return next((each.source_line for each in drawn if not each.indices), "")
 
 

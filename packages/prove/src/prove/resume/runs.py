@@ -27,6 +27,8 @@ from prove.watch.process_io import restore_files
 EPOCHS = 2  # of the straight run
 EPOCHS_IF_RARELY_SAVED = 5  # if two epochs save nothing
 OTHER_SEED = 77  # is added to the seed, for the process that resumes
+MOST_OF_AN_EPOCH = 4  # times --batches: a longer epoch is not run to its end after a stop inside
+STEPS_OF_NEXT_EPOCH = 2  # and then, so many steps show whether it begins well
 MIN_BARE_SECONDS = 20.0  # time that a script gets to fail by itself
 LONGEST_TEXT = 1_000_000  # bytes; longer logs are not compared
 CHECKPOINT, FOLDER = "{checkpoint}", "{folder}"  # in the command that resumes
@@ -229,8 +231,11 @@ class ResumeRuns:
         steps = self.straight.steps
         if self.args.stop_after or stop not in ends_of_epochs(self.straight):
             # An epoch that is cut would end for the resumed run where it goes on for this one.
-            steps = stop + self.args.batches
             micro_batches = most_batches_per_step(self.straight)
+            steps = stop + self.args.batches
+            end = length_of_epoch(self.straight) // micro_batches
+            if stop < end <= stop + MOST_OF_AN_EPOCH * self.args.batches:
+                steps = max(steps, end + STEPS_OF_NEXT_EPOCH)
             batches = (steps + 1) * micro_batches
             self.report(f"it stops inside an epoch: again, with {batches} batches of each")
             self.settings = replace(self.settings, batches=batches, steps=steps, epochs=steps)
@@ -321,6 +326,11 @@ def ends_of_epochs(run: Run) -> list[int]:
 def reads_checkpoint(stopped: Run, resumed: Run) -> bool:
     read = {each.path for part in resumed.parts for each in part.reads}
     return any(file.path in read for file in checkpoints(stopped))
+
+
+def length_of_epoch(run: Run) -> int:
+    """Count the batches of a whole epoch; 0 if nobody knows."""
+    return max((each.length for each in run.ranks[0].trained_passes), default=0)
 
 
 def most_batches_per_step(run: Run) -> int:

@@ -182,8 +182,10 @@ class ResumeWatcher:
 
     def note_save(self, obj: Any, file: Any) -> None:
         if not isinstance(file, str | os.PathLike):
-            file = getattr(file, "name", "?")
-        path = os.path.realpath(os.fsdecode(file)) if isinstance(file, str | os.PathLike) else "?"
+            file = getattr(file, "name", None)  # of an open file
+        if not isinstance(file, str | os.PathLike):
+            return  # it stays in memory
+        path = os.path.realpath(os.fsdecode(file))
         with self.run.draws.paused():
             saved = Saved(path, self.run.record.step_count, source_line(), flat(obj))
         self.record.saves.append(saved)
@@ -268,7 +270,7 @@ def watch_divided_saving(watcher: ResumeWatcher) -> None:
 
         @wrap(checkpoint, name)
         def save(original: Callable, state: Any, *args: Any, **kwargs: Any) -> Any:
-            watcher.note_save(state, kwargs.get("checkpoint_id", args[0] if args else "?"))
+            watcher.note_save(state, kwargs.get("checkpoint_id", args[0] if args else None))
             return original(state, *args, **kwargs)
 
 
