@@ -13,6 +13,7 @@
     rank_record.py the record that each rank writes, all that the judges know of a run
     checks/        checks of the run of all ranks: one module for each
     judge/         questions that several checks ask, the judges of a replay, and the table
+    resume/        --resume: a run that was stopped, beside one that was not
 
 A check both watches and judges. Otherwise, watch/ and judge/ do not import each other.
 """

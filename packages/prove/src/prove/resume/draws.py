@@ -32,6 +32,17 @@ class Sentence(Reason):
 
 
 def draw_rows(pairs: Pairs) -> list[ReportRow]:
+    """Judge the generators that everybody shares, and those that the script has made."""
+    rows = shared_rows(pairs)
+    steps = [pair for one, other in pairs.ranks for pair in zip(one, other, strict=False)]
+    own = [a.own_generators != b.own_generators for a, b in steps]
+    if not pairs.same_draws or not any(own):
+        return rows
+    pairs.same_draws = False
+    return [warning(NAME, Sentence.OTHER_DRAWS, generators=["a generator of the script"])]
+
+
+def shared_rows(pairs: Pairs) -> list[ReportRow]:
     """Judge only generators that are drawn from in the steps, or while samples are loaded."""
     straight = pairs.straight
     if not pairs.same_ranks:

@@ -7,13 +7,13 @@ from typing import Any
 
 from prove.judge.rank_exits import error_of, what_ranks_do
 from prove.judge.reasons import Reason
-from prove.judge.table import ReportRow, not_seen, right, warning, wrong
+from prove.judge.table import RIGHT, ReportRow, not_seen, right, warning, wrong
 from prove.judge.wording import NUMBER
+from prove.resume import state
 from prove.resume.pairs import Pairs, newest_of
 from prove.resume.runs import ResumeRuns, Run, checkpoints, ends_of_epochs
 
 CHECKPOINT, FILES, LOGS = "resume: checkpoint", "resume: files", "resume: logs"
-BEST = re.compile(r"(^|[^a-z])best([^a-z]|$)", re.I)
 NO_NUMBER = re.compile(r"\b(nan|inf)\b", re.I)
 ATOMIC = 'torch.save(state, "last.pt.tmp"), then os.replace("last.pt.tmp", "last.pt")'
 
@@ -51,6 +51,9 @@ class Sentence(Reason):
     RESUMED_HANGS = (
         "the resumed run hangs: {doing}",
         "all ranks must load, or rank 0 loads and sends to all; no collective inside if rank == 0",
+    )
+    READS_UNSEEN = (
+        "prove sees no file that is read, but the run goes on with the weights after step {step}"
     )
     READS_LAST = "reads {name} ({read_at}), which was written after step {step} ({saved_at}){when}"
     READS_BEST = (
@@ -107,6 +110,12 @@ def rows_without_resume(runs: ResumeRuns) -> list[ReportRow]:
     return []
 
 
+def begins_with_saved(pairs: Pairs) -> bool:
+    """Does the resumed run begin with trained weights, so that it must have read some file?"""
+    rows = state.weight_rows(pairs) if any(pairs.first_steps(0)) else []
+    return any(row.verdict == RIGHT for row in rows)
+
+
 def read_at(run: Run, path: str) -> str:
     reads = [each for part in run.parts for each in part.reads if each.path == path]
     known = [each.source_line for each in reads if each.source_line != "?"]
@@ -115,6 +124,8 @@ def read_at(run: Run, path: str) -> str:
 
 def checkpoint_rows(pairs: Pairs) -> list[ReportRow]:
     files = checkpoints(pairs.stopped)
+    if not pairs.used and begins_with_saved(pairs):
+        return [right(CHECKPOINT, Sentence.READS_UNSEEN, step=pairs.k)]
     if not pairs.used:
         name, saved_at = os.path.relpath(files[-1].path), files[-1].source_line
         return [not_seen(CHECKPOINT, Sentence.NOT_READ, newest=name, saved_at=saved_at)]
@@ -134,7 +145,7 @@ def checkpoint_rows(pairs: Pairs) -> list[ReportRow]:
         last = newest_of(newer)
         facts |= {"other": os.path.relpath(last.path), "newer": last.steps_before}
         return [wrong(CHECKPOINT, Sentence.READS_OLD, **facts)]
-    if BEST.search(os.path.basename(used.path)) and as_late:
+    if used.is_best and as_late:
         name = os.path.relpath(as_late[-1].path)
         return [warning(CHECKPOINT, Sentence.READS_BEST, other=name, **facts)]
     when = "" if pairs.is_inside_epoch else ", at the end of an epoch"

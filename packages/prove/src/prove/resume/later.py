@@ -1,6 +1,7 @@
 """After more steps: the weights, what is printed, and what the next checkpoint holds."""
 
 import math
+import re
 from collections import Counter
 from typing import Any
 
@@ -13,6 +14,7 @@ from prove.resume.runs import Run
 
 LATER_WEIGHTS, PRINTED = "resume: later weights", "resume: printed numbers"
 NEXT_CHECKPOINT = "resume: next checkpoint"
+CHARACTERS_AROUND = 30
 PRINTED_LIMIT = 1e-4
 LIMIT_OF_TENSORS = 1e-4  # rounding grows from step to step
 MOST_ROUNDING, LEAST_MISTAKE = 1e-4, 1e-2  # of the change of the weights
@@ -34,7 +36,7 @@ class Sentence(Reason):
     )
     SAME_NUMBERS = "{numbers:n number}, as without a stop"
     OTHER_NUMBERS = (
-        "{given} in place of {wanted} in {line!r} ({at})",
+        "{given} in place of {wanted} in {line!r} (rank {rank}, {at})",
         "save and load what the line is made from: the epoch, the best value, sums so far",
     )
     SAME_CHECKPOINT = "{values:n value} of it, as without a stop"
@@ -122,9 +124,22 @@ def printed_rows(pairs: Pairs) -> list[ReportRow]:
                 compared += 1
                 limit = 0.0 if is_whole else max(PRINTED_LIMIT, pairs.limit)
                 if difference(float(wanted), float(given)) > limit:
-                    facts = {"given": given, "wanted": wanted, "line": line[:60], "at": key[0]}
-                    return [warning(PRINTED, Sentence.OTHER_NUMBERS, **facts)]
+                    facts = {"given": given, "wanted": wanted, "line": around(wanted, line)}
+                    at = key[0]
+                    return [warning(PRINTED, Sentence.OTHER_NUMBERS, rank=rank, at=at, **facts)]
     return [right(PRINTED, Sentence.SAME_NUMBERS, numbers=compared)] if compared else []
+
+
+def around(number: str, line: str) -> str:
+    """Return the part of a line around a number."""
+    place = line.find(number)
+    return line[max(0, place - CHARACTERS_AROUND) : place + len(number) + CHARACTERS_AROUND]
+
+
+def is_of_command(value: Any, pairs: Pairs) -> bool:
+    """Is this value a word of the command that resumes, and of no other?"""
+    words = [set(re.split(r"[\s=]", " ".join(command))) for command in pairs.runs.both_commands()]
+    return str(value) in words[1] - words[0]
 
 
 def saves_of(run: Run, rank: int, first: int) -> list[tuple[int, Saved]]:
@@ -154,6 +169,8 @@ def checkpoint_rows(pairs: Pairs) -> list[ReportRow]:
                     continue
                 compared += 1
                 given = other.content.get(name)
+                if is_of_command(given, pairs):
+                    continue
                 apart = difference(value, given)
                 found: dict[str, Any] = {"name": name, "at": other.source_line}
                 if apart <= (0 if is_exact else max(LIMIT_OF_TENSORS, 10 * pairs.limit)):

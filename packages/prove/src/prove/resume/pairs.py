@@ -98,7 +98,7 @@ class Pairs:
 
 
 def newest_of(files: list[WrittenFile]) -> WrittenFile:
-    return max(files, key=lambda file: (file.steps_before, file.modified))
+    return max(files, key=lambda file: (file.steps_before, not file.is_best, file.modified))
 
 
 def seconds_of(runs: Iterable[Run]) -> float:

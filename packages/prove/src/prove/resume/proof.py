@@ -65,8 +65,11 @@ def judge(runs: ResumeRuns) -> list[ReportRow]:
 def rows_of(pairs: Pairs, samples: list[ReportRow]) -> list[ReportRow]:
     if not pairs.resumed.steps:
         return [*files.checkpoint_rows(pairs), *order.epoch_rows(pairs), *files.log_rows(pairs)]
+    checkpoint = files.checkpoint_rows(pairs)
+    if checkpoint[0].verdict == NOT_SEEN:
+        return checkpoint  # if nothing is read, all else follows from that
     rows = [
-        *files.checkpoint_rows(pairs), *state.state_rows(pairs), *samples, *order.epoch_rows(pairs),
+        *checkpoint, *state.state_rows(pairs), *samples, *order.epoch_rows(pairs),
         *draws.draw_rows(pairs),
     ]  # fmt: skip
     is_known = any(row.check == state.WEIGHTS and row.verdict != NOT_SEEN for row in rows)

@@ -26,6 +26,7 @@ class StepStart:
     other_tensors: dict[str, Projection]  # untrained modules, and buffers before the forward
     at_batch: list[int]  # digests of the generators when its last batch was given
     at_step: list[int]
+    own_generators: int  # digest of those of the script that drew inside a step so far
 
 
 class FileChange(NamedTuple):

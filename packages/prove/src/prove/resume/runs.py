@@ -6,6 +6,7 @@ of the stopped run are put back last, after the resumed run has read them.
 """
 
 import os
+import re
 import shlex
 import shutil
 import tempfile
@@ -32,6 +33,7 @@ STEPS_OF_NEXT_EPOCH = 2  # and then, so many steps show whether it begins well
 MIN_BARE_SECONDS = 20.0  # time that a script gets to fail by itself
 LONGEST_TEXT = 1_000_000  # bytes; longer logs are not compared
 CHECKPOINT, FOLDER = "{checkpoint}", "{folder}"  # in the command that resumes
+BEST = re.compile(r"(^|[^a-z])best([^a-z]|$)", re.I)
 EVENTS_OF_TENSORBOARD = "events.out.tfevents"
 
 
@@ -46,6 +48,11 @@ class WrittenFile:
     is_renamed: bool  # written under another name first
     is_text: bool
     modified: float  # seconds, by the file system
+
+    @property
+    def is_best(self) -> bool:
+        """Does its name say that it is the best model, not the last?"""
+        return bool(BEST.search(os.path.basename(self.path)))
 
 
 class Run:
@@ -254,7 +261,7 @@ class ResumeRuns:
         """Resume the stopped run with this seed; a run that was resumed before is forgotten."""
         if hasattr(self, "resumed"):
             self.put_back(self.resumed)
-        command = [self.filled_in(word) for word in self.commands[0]]
+        _, command = self.both_commands()
         left = self.straight.steps - self.steps_when_saved(command)
         torchrun = processes.as_torchrun(command)
         ranks = torchrun.world_size if torchrun else self.settings.world_size
@@ -262,6 +269,10 @@ class ResumeRuns:
             self.settings, seed=seed, steps=max(1, left), world_size=ranks, gpus=ranks
         )
         self.resumed = self.run("resumed", command, settings)
+
+    def both_commands(self) -> tuple[list[str], list[str]]:
+        """Return the command that starts the script, and the one that resumes it."""
+        return self.args.command, [self.filled_in(word) for word in self.commands[0]]
 
     def steps_when_saved(self, command: list[str]) -> int:
         """How many steps were made when the file that the command names was written?"""
@@ -301,7 +312,7 @@ def checkpoints(run: Run) -> list[WrittenFile]:
         file for file in run.written.values()
         if file.steps_before and not file.is_text and EVENTS_OF_TENSORBOARD not in file.path
     ]  # fmt: skip
-    return sorted(files, key=lambda file: (file.steps_before, file.modified))
+    return sorted(files, key=lambda file: (file.steps_before, not file.is_best, file.modified))
 
 
 def first_save(run: Run) -> int:

@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from prove import random_state
 from prove.rank_record import LoaderPass, Projection
@@ -59,6 +61,26 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
     return {name: value if is_plain else type(value).__name__}
 
 
+class GeneratorWatcher(TorchFunctionMode):
+    """A mode of torch that notes which generators of the script draw inside a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generators: list[torch.Generator] = []  # in the order of their first draws
+        self.in_step = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+        generator = (kwargs or {}).get("generator")
+        is_known = any(generator is known for known in self.generators)
+        if self.in_step and isinstance(generator, torch.Generator) and not is_known:
+            self.generators.append(generator)
+        return function(*args, **(kwargs or {}))
+
+    def digest(self) -> int:
+        states = (random_state.bytes_of(each.get_state()) for each in self.generators)
+        return zlib.crc32(b"".join(states))
+
+
 class ResumeWatcher:
     """Records the state before each step, and the files that are read and written."""
 
@@ -77,6 +99,7 @@ class ResumeWatcher:
         self.schedulers: list[weakref.ref] = []
         self.scaler: Callable[[], Any] = lambda: None  # a weak reference, once there is one
         self.text_files: set[str] = set()
+        self.own_generators = GeneratorWatcher()
 
     def begin_pass(self, loader: Any) -> None:
         self.run.train_alone()
@@ -91,6 +114,7 @@ class ResumeWatcher:
         self.note_before_forward()
 
     def note_before_forward(self) -> None:
+        self.own_generators.in_step = True
         self.at_batch = random_state.state_digests()
         held = self.model.steps.held_parameters()
         self.other_tensors = {
@@ -120,6 +144,7 @@ class ResumeWatcher:
             return
         with self.run.draws.paused():
             starts.append(self.start_of(optimizer, watched.optimizers.index(optimizer)))
+        self.own_generators.in_step = False
         if self.batches:
             self.last_batches, self.last_contents = self.batches, self.contents
         self.batches, self.contents = [], []
@@ -152,6 +177,7 @@ class ResumeWatcher:
             other_tensors=self.other_tensors,
             at_batch=self.at_batch or random_state.state_digests(),
             at_step=random_state.state_digests(),
+            own_generators=self.own_generators.digest(),
         )
 
     def named_schedulers(self) -> dict[str, Any]:
@@ -283,6 +309,7 @@ def install(run: RankRun) -> None:
     events.file_reads.append(watcher.note_read)
     events.texts.append(watcher.note_text)
     run.before_early_end.append(watcher.join_threads)
+    watcher.own_generators.__enter__()
     watch_schedulers(watcher)
     watch_saving(watcher)
     register_optimizer_step_pre_hook(watcher.before_step)
