@@ -35,10 +35,10 @@ the cured script is a false alarm, and the script is *proven* if its row `one ra
 RESUMED = """\
 ## When a run is resumed
 
-The next mistakes begin when a run is stopped and goes on, so prove sees none of them unless it is \
-asked with [`--resume`](../README.md). Each script was run twice without prove: once without a \
-stop, and once stopped and resumed. The two end differently, and those of its cure are equal to \
-the bit. A cure is *proven* if nothing is WRONG and its row `resume: weights` is right.
+The next mistakes begin when a run is stopped and goes on, so prove sees none of them unless it \
+is asked with [`--resume`](../README.md#does-it-resume). Each script was run twice without prove: \
+once without a stop, and once stopped and resumed. The two end differently, and those of its cure \
+are equal to the bit. A cure is *proven* if nothing is WRONG and its row `resume: weights` is right.
 
 `python -m evidence resume_reported` counts again.
 """

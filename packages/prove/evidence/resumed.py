@@ -17,6 +17,7 @@ from evidence.run_prove import RIGHT, TORCHRUN, WARNING, WRONG
 
 SCRIPTS = Path(__file__).parent / "resume"
 PROOF = "resume: weights"  # the row without which nothing is proven
+LAUNCHER = shlex.join((*TORCHRUN, "train.py"))
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,15 @@ class Resumed:
     verdict: str = RIGHT  # the least that must be said in the row
     row: str = ""
     changes: str = "nothing"  # by a stop: weights, files, printed, failure, by chance
-    launcher: str = shlex.join((*TORCHRUN, "train.py"))
+    launcher: str = LAUNCHER
+    resumed_by: str = LAUNCHER  # what starts the run that goes on
     has_oracle: bool = True  # False: the oracle cannot start it, or what nobody seeds differs
 
     @property
     def case(self) -> Case:
         resumed = self.resume
         if resumed != "auto":
-            resumed = f"{self.launcher} {self.resume}".rstrip()
+            resumed = f"{self.resumed_by} {self.resume}".rstrip()
         return Case(
             self.name,
             self.script,
@@ -70,7 +72,8 @@ def scripts_of(folder: Path) -> list[Resumed]:
             change.get("verdict", RIGHT),
             change.get("row", ""),
             change["changes"],
-            settings.get("launcher", found[0].launcher),
+            settings.get("launcher", LAUNCHER),
+            settings.get("resumed_by", settings.get("launcher", LAUNCHER)),
             has_oracle=settings.get("oracle", True) and settings["resume"] != "auto",
         )
         found.append(script)

@@ -20,7 +20,7 @@ def test_each_diff_has_an_entry_that_says_what_it_is(folder):
     assert len(entries) == len(about["faults"]) + len(about["right"])
     assert {file.stem for file in folder.glob("*.diff")} <= {*entries}
     without_diff = {*entries} - {file.stem for file in folder.glob("*.diff")}
-    assert all({"resume", "options"} & {*entries[name]} for name in without_diff)
+    assert all({"resume", "options", "resumed_by"} & {*entries[name]} for name in without_diff)
     assert len(about["faults"]) >= 2
     for sentence in [
         about["shows"],
