@@ -12,6 +12,7 @@
     oracle     checks in float64, without prove, that the generated scripts are right
     resume     scripts that are stopped and resumed, rightly and wrongly
     resume_reported  mistakes at a resume that others reported, each also with its cure
+    resume_generated  generated scripts with lines that save and load, and one part left out
     resume_oracle  checks, without prove, what a stop changes in these scripts
 
 The answers for all cases of a kind are written to results/KIND.json, and those for some of them
@@ -37,6 +38,7 @@ from evidence.case import Counted, judge
 from evidence.generated.judged import judge_broken, judge_right
 from evidence.generated.mistakes import MISTAKES
 from evidence.generated.oracle import compare
+from evidence.generated.resumed import judge_generated
 from evidence.planted import planted_cases
 from evidence.reported import stories, story
 from evidence.reported_page import RESULTS, write_page
@@ -78,6 +80,7 @@ def kinds(mistake: str) -> dict[str, Kind]:
         "oracle": Kind(seeds, partial(judge_seed, compare)),
         "resume": Kind([*resumed], judge_resumed),
         "resume_reported": Kind([each.name for each in stories("resume")], judge_reported),
+        "resume_generated": Kind(seeds, partial(judge_seed, judge_generated)),
         "resume_oracle": Kind([*known_scripts()], compare_with_a_run_that_never_stops),
     }
 
