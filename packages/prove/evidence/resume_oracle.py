@@ -33,6 +33,7 @@ class Stop:
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self.steps_done = 0
+        self.has_trained = False
 
     def prepare(self, rank: int, world: int) -> None:
         self.rank = rank
@@ -40,14 +41,21 @@ class Stop:
         iterate = DataLoader.__iter__
 
         def iterate_until_the_end(loader: DataLoader) -> Iterator:
-            if not self.steps and self.steps_done and torch.is_grad_enabled():
+            if not self.steps and self.has_trained and torch.is_grad_enabled():
                 self.end()
             for batch in iterate(loader):
                 if self.steps and self.steps_done >= self.steps and torch.is_grad_enabled():
                     self.end()
                 yield batch
 
+        backward = torch.Tensor.backward
+
+        def backward_and_note(*args: Any, **options: Any) -> None:
+            self.has_trained = True
+            backward(*args, **options)
+
         put_in(DataLoader, __iter__=iterate_until_the_end)
+        put_in(torch.Tensor, backward=backward_and_note)
 
     def count(self, *_: object) -> None:
         self.steps_done += 1

@@ -21,17 +21,21 @@ import os as files
 holders = {**globals(), **locals(), **(vars(self) if "self" in locals() else {})}
 parts = {name: part for name, part in holders.items() if hasattr(part, "load_state_dict")}
 parts = {name: part for name, part in parts.items() if not isinstance(part, type)}
+generators = {name: g for name, g in holders.items() if isinstance(g, torch.Generator)}
 path, first_epoch = f"resume{dist.get_rank()}.pt", 0
 if files.path.exists(path):
     saved = torch.load(path, weights_only=False)
     for name, part in parts.items():
         part.load_state_dict(saved[name])
+    for name, generator in generators.items():
+        generator.set_state(saved[name])
     torch.set_rng_state(saved["random"])
     first_epoch = saved["epoch"]
 for epoch in range(first_epoch, EPOCHS):
 """
 SAVE = """\
 saved = {name: part.state_dict() for name, part in parts.items()}
+saved.update((name, generator.get_state()) for name, generator in generators.items())
 torch.save({**saved, "random": torch.get_rng_state(), "epoch": epoch + 1}, path)
 """
 LEFT_OUT = {  # what a fault leaves out
