@@ -49,6 +49,7 @@ SECONDS = float(env.get("PREFLIGHT_SECONDS", 60))
 STEP, GRACE, SLOW = SECONDS / 6, max(2, SECONDS / 20), 0.2  # seconds, and Gbit/s
 POOL = ThreadPoolExecutor(64)  # a call that never ends stays behind in its thread
 ON, KEPT = {}, []  # the host of each rank; what must stay alive
+STEPS = os.pipe()  # a rank tells them to its parent
 
 
 class Fault(Exception):  # noqa: N818
@@ -78,13 +79,15 @@ def together(store, step, call, *args, seconds=STEP):
     """Call this on all ranks; return what each has returned, or raise what kept them from it."""
     keys, end = [f"{step} {rank}" for rank in range(N)], time.monotonic() + seconds
     answer = {"host": HOST}
+    os.write(STEPS[1], f"{step}, ".encode())
     try:
         answer["value"] = POOL.submit(call, *args).result(seconds)
     except Fault as fault:
         answer["fault"] = str(fault)
     except Exception as error:  # whose fault it is, the others may know better
         text = (str(error) or "no end of it").splitlines()[0]
-        answer["trouble"] = f"{step}: {text}, says rank {RANK} on {HOST}"
+        cure = NCCL if "nccl" in step else ""
+        answer["trouble"] = f"{step}: {text}, says rank {RANK} on {HOST}{cure}"
 
     def exchange():
         store.set(keys[RANK], json.dumps(answer))
@@ -99,22 +102,18 @@ def together(store, step, call, *args, seconds=STEP):
         text = f"{step}: the store of rank 0 is silent. Was rank 0 stopped or killed?"
         raise Fault(text) from None
     ON.update({rank: answer["host"] for rank, answer in answers.items()})
-    faults = [answer["fault"] for answer in answers.values() if "fault" in answer]
     absent = [rank for rank in range(N) if rank not in answers]
-    there = (
-        ", ".join(f"rank {rank} on {ON[rank]}" for rank in (absent if absent[0] in ON else ON))
-        if absent
-        else ""
-    )
-    if absent and absent[0] in ON:
-        faults.append(f"{there} did not end the step {step!r}: was it stopped or killed?")
-    elif absent:
-        compare([answer["value"] for answer in answers.values() if "value" in answer])
-        text = f"rank {', '.join(map(str, absent))} of {N} did not come, here are {there}"
-        faults.append(f"{text}. Start it, read what it prints there, or make WORLD_SIZE smaller")
-    faults += [answer["trouble"] for answer in answers.values() if "trouble" in answer]
-    if faults:
-        raise Fault(faults[0] + (NCCL if "nccl" in step else ""))
+    stopped = ", ".join(f"rank {rank} on {ON[rank]}" for rank in absent if rank in ON)
+    there = ", ".join(f"rank {rank} on {ON[rank]}" for rank in answers)
+    for answer in answers.values():
+        check("fault" not in answer, answer.get("fault"))
+    check(not stopped, f"{stopped} did not end the step {step!r}: was it stopped or killed?")
+    if absent:
+        compare([answer["value"] for answer in answers.values()])
+    text = "Start it, read what it prints there, or make WORLD_SIZE smaller"
+    check(not absent, f"rank {absent} of {N} did not come, here are {there}. {text}")
+    for answer in answers.values():
+        check("trouble" not in answer, answer.get("trouble"))
     return [answers[rank]["value"] for rank in range(N)]
 
 
@@ -137,8 +136,8 @@ def meet():
         with blame(f"port {PORT} of {HOST} is taken: choose another MASTER_PORT"):
             KEPT.append(dist.TCPStore("127.0.0.1", PORT, is_master=True, **options))
     try:
-        store = dist.TCPStore(*place, **options)
-    except RuntimeError:
+        store = POOL.submit(dist.TCPStore, *place, **options).result(2.2 * STEP)
+    except Exception:  # none there, or none that answers
         text = "not started? Another MASTER_ADDR or MASTER_PORT? A firewall?"
         with blame(f"{HOST} cannot reach rank 0 at {where}: {text}"):
             socket.create_connection(place, GRACE).close()
@@ -251,13 +250,16 @@ def open_gpu():
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def run():
-    """Take the steps, each of which needs those before it; return what to print if all is well."""
+def check_variables():
     numbers = f"RANK {RANK}, LOCAL_RANK {LOCAL_RANK}, WORLD_SIZE {N}, MASTER_PORT {PORT}"
     good = 0 <= RANK < N and 0 <= LOCAL_RANK < N and 0 < PORT < 65536
     check(good, f"{numbers} make no sense, -1 is none: start by torchrun or srun")
     good = ADDRESS and not ADDRESS.lower().startswith("fe80")  # IPv6, link-local
     check(good, f"MASTER_ADDR is {ADDRESS!r}: give an address that every host can reach")
+
+
+def run():
+    """Take the steps, each of which needs those before it; return what to print if all is well."""
     store = meet()
     seen = together(store, "meeting", look_around, store, seconds=2 * STEP)
     compare(seen)
@@ -296,19 +298,25 @@ def main():
         if done:
             sys.exit(abs(os.waitstatus_to_exitcode(status)))
         if time.monotonic() > end:
-            state = read(f"/proc/{child}/stat", r"\) (\w)")
+            state, step = read(f"/proc/{child}/stat", r"\) (\w)"), os.read(STEPS[0], 9999).decode()
             os.kill(child, signal.SIGKILL)
-            sys.exit(f"rank {RANK} on {HOST} did not end by itself (state {state}: T is stopped)")
+            text = f"rank {RANK} on {HOST} did not end: {step} (its state is {state}: T is stopped)"
+            sys.exit(text + (NCCL if "nccl" in step else ""))
         time.sleep(0.1)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # if the parent ends
+    os.write(STEPS[1], b"reaching rank 0, ")
+    status, verdict = 2, f"rank {RANK} on {HOST}: NOT READY: "
     try:
+        check_variables()
+        status = 1
         verdict = run()
+        status = 0
     except Fault as fault:
-        verdict = f"rank {RANK} on {HOST}: NOT READY: {fault}"
-    if LOCAL_RANK == 0 or "NOT READY" in verdict:
+        verdict += str(fault)
+    if status or LOCAL_RANK == 0:
         print(verdict, flush=True)
-    time.sleep(GRACE if RANK == 0 else 0)  # the others still read its store
-    os._exit("NOT READY" in verdict)  # leaves threads behind
+    time.sleep(GRACE if RANK == 0 and status != 2 else 0)  # the others still read its store
+    os._exit(status)  # leaves threads behind
 
 
 if __name__ == "__main__":
