@@ -47,6 +47,7 @@ RANK, LOCAL_RANK, N, PORT = (int(v) if (v := env.get(n, "")).isdecimal() else -1
 ADDRESS = env.get("MASTER_ADDR", "")
 SECONDS = float(env.get("PREFLIGHT_SECONDS", 60))
 STEP, GRACE, SLOW = SECONDS / 6, max(2, SECONDS / 20), 0.2  # seconds, and Gbit/s
+LONG = timedelta(seconds=SECONDS)  # the limits of steps are ours, not torch's
 POOL = ThreadPoolExecutor(64)  # a call that never ends stays behind in its thread
 ON, KEPT = {}, []  # the host of each rank; what must stay alive
 STEPS = os.pipe()  # a rank tells them to its parent
@@ -196,10 +197,8 @@ def listen():
 def try_ports(places):
     """Connect to each other host where gloo will listen."""
     for host, (address, port) in {ON[rank]: place for rank, place in enumerate(places)}.items():
-        text = (
-            f"{HOST} cannot connect to {host} at {address}:{port}, although MASTER_PORT is open: "
-        )
-        text += "let the firewall pass all ports between the hosts, or set GLOO_SOCKET_IFNAME"
+        text = f"{HOST} cannot connect to {host} at {address}:{port}, although MASTER_PORT is open"
+        text += ": let the firewall pass all ports between hosts, or set GLOO_SOCKET_IFNAME"
         if host != HOST:
             with blame(text):
                 socket.create_connection((address, port), STEP / 2).close()
@@ -246,7 +245,7 @@ def try_links(store, device, megabytes, group=None):
 def open_gpu():
     device = torch.device("cuda", LOCAL_RANK % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    KEPT.append(dist.new_group(backend="nccl", timeout=timedelta(seconds=SECONDS)))
+    KEPT.append(dist.new_group(backend="nccl", timeout=LONG))
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -266,21 +265,17 @@ def run():
     clocks = together(store, "comparing clocks", time.time)
     places = together(store, "opening a port", listen)
     together(store, "connecting to all hosts", try_ports, places)
-    group = {"rank": RANK, "world_size": N, "timeout": timedelta(seconds=SECONDS)}
-    together(
-        store, "connecting over gloo", lambda: dist.init_process_group("gloo", store=store, **group)
-    )
-    late = timedelta(seconds=0.8 * STEP)
-    together(store, "barrier", dist.monitored_barrier, None, late, True)
+    group = {"backend": "gloo", "store": store, "rank": RANK, "world_size": N, "timeout": LONG}
+    together(store, "connecting over gloo", lambda: dist.init_process_group(**group))
+    together(store, "barrier", dist.monitored_barrier, None, timedelta(seconds=0.8 * STEP), True)
     lines = [try_links(store, torch.device("cpu"), 4)]
     if torch.cuda.device_count():
         gpus = together(store, "opening the GPUs", open_gpu, seconds=2 * STEP)
         for gpu in gpus:
             ranks = [rank for rank, other in enumerate(gpus) if other == gpu]
             check(len(ranks) == 1, f"ranks {ranks} have one GPU: torch.cuda.set_device(LOCAL_RANK)")
-        lines.append(
-            try_links(store, torch.device("cuda", torch.cuda.current_device()), 64, KEPT[-1])
-        )
+        gpu = torch.device("cuda", torch.cuda.current_device())
+        lines.append(try_links(store, gpu, 64, KEPT[-1]))
     table = [["rank on host", *seen[0]["has"], "clock"]]
     for rank, facts in enumerate(seen):
         clock = f"{clocks[rank] - clocks[0]:+.1f} s"
@@ -294,14 +289,15 @@ def run():
 def main():
     child, end = os.fork(), time.monotonic() + 0.95 * SECONDS
     while child:  # this is the parent
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            sys.exit(abs(os.waitstatus_to_exitcode(status)))
-        if time.monotonic() > end:
-            state, step = read(f"/proc/{child}/stat", r"\) (\w)"), os.read(STEPS[0], 9999).decode()
-            os.kill(child, signal.SIGKILL)
-            text = f"rank {RANK} on {HOST} did not end: {step} (its state is {state}: T is stopped)"
-            sys.exit(text + (NCCL if "nccl" in step else ""))
+        ended, status = os.waitpid(child, os.WNOHANG)
+        code, state = os.waitstatus_to_exitcode(status), read(f"/proc/{child}/stat", r"\) (\w)")
+        if ended and code >= 0:
+            sys.exit(code)
+        if ended or time.monotonic() > end:
+            steps = os.read(STEPS[0], 9999).decode()
+            how = f"died of signal {-code}" if ended else f"did not end (state {state}, T: stopped)"
+            ended or os.kill(child, signal.SIGKILL)
+            sys.exit(f"rank {RANK} on {HOST} {how}: {steps}{NCCL if 'nccl' in steps else ''}")
         time.sleep(0.1)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # if the parent ends
     os.write(STEPS[1], b"reaching rank 0, ")
