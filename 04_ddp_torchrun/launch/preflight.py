@@ -77,15 +77,15 @@ def read(path, pattern):
 
 
 def together(store, step, call, *args, seconds=STEP):
-    """Call this on all ranks; return what each has returned, or raise what kept them from it."""
-    keys, end = [f"{step} {rank}" for rank in range(N)], time.monotonic() + seconds
-    answer = {"host": HOST}
+    """Call this on all ranks; return what each has returned, or raise what kept one from it."""
+    keys, end = [f"{step} {rank}" for rank in range(N)], time.monotonic() + seconds + GRACE
     os.write(STEPS[1], f"{step}, ".encode())
+    answer = {"host": HOST}
     try:
         answer["value"] = POOL.submit(call, *args).result(seconds)
     except Fault as fault:
         answer["fault"] = str(fault)
-    except Exception as error:  # whose fault it is, the others may know better
+    except Exception as error:  # another rank may be the cause
         text = (str(error) or "no end of it").splitlines()[0]
         cure = NCCL if "nccl" in step else ""
         answer["trouble"] = f"{step}: {text}, says rank {RANK} on {HOST}{cure}"
@@ -93,15 +93,14 @@ def together(store, step, call, *args, seconds=STEP):
     def exchange():
         store.set(keys[RANK], json.dumps(answer))
         with suppress(RuntimeError):  # some do not come
-            store.wait(keys, timedelta(seconds=max(0, end - time.monotonic()) + GRACE))
+            store.wait(keys, timedelta(seconds=end - time.monotonic()))
         there = [rank for rank in range(N) if store.check([keys[rank]])]
         return {rank: json.loads(store.get(keys[rank])) for rank in there}
 
-    try:
+    answers = {}
+    with suppress(Exception):  # RuntimeError or TimeoutError
         answers = POOL.submit(exchange).result(seconds + 2 * GRACE)
-    except Exception:
-        text = f"{step}: the store of rank 0 is silent. Was rank 0 stopped or killed?"
-        raise Fault(text) from None
+    check(answers, f"{step}: the store of rank 0 is silent. Was rank 0 stopped or killed?")
     ON.update({rank: answer["host"] for rank, answer in answers.items()})
     absent = [rank for rank in range(N) if rank not in answers]
     stopped = ", ".join(f"rank {rank} on {ON[rank]}" for rank in absent if rank in ON)
@@ -136,15 +135,12 @@ def meet():
     if RANK == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         with blame(f"port {PORT} of {HOST} is taken: choose another MASTER_PORT"):
             KEPT.append(dist.TCPStore("127.0.0.1", PORT, is_master=True, **options))
-    try:
+    store, text = None, "not started? Another MASTER_ADDR or MASTER_PORT? A firewall?"
+    with suppress(Exception):  # nobody listens there, or nobody who answers
         store = POOL.submit(dist.TCPStore, *place, **options).result(2.2 * STEP)
-    except Exception:  # none there, or none that answers
-        text = "not started? Another MASTER_ADDR or MASTER_PORT? A firewall?"
-        with blame(f"{HOST} cannot reach rank 0 at {where}: {text}"):
-            socket.create_connection(place, GRACE).close()
-        raise Fault(f"{where} is not the store of rank 0: choose another MASTER_PORT") from None
-    with socket.create_connection(place, GRACE) as connection:
-        route = connection.getsockname()[0]
+    with blame(f"{HOST} cannot reach rank 0 at {where}: {text}"):
+        route = socket.create_connection(place, GRACE).getsockname()[0]
+    check(store, f"{where} is not the store of rank 0: choose another MASTER_PORT")
     HOST += "" if route.startswith("127.") else f" ({route})"
     return dist.PrefixStore(env.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
@@ -243,10 +239,12 @@ def try_links(store, device, megabytes, group=None):
 
 
 def open_gpu():
-    device = torch.device("cuda", LOCAL_RANK % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    """Return the name of this rank's GPU, and to which GPUs it can copy directly."""
+    mine, gpus = LOCAL_RANK % torch.cuda.device_count(), range(torch.cuda.device_count())
+    torch.cuda.set_device(mine)
     KEPT.append(dist.new_group(backend="nccl", timeout=LONG))
-    return str(torch.cuda.get_device_properties(device).uuid)
+    near = [gpu for gpu in gpus if gpu != mine and torch.cuda.can_device_access_peer(mine, gpu)]
+    return str(torch.cuda.get_device_properties(mine).uuid), near
 
 
 def check_variables():
@@ -271,10 +269,11 @@ def run():
     lines = [try_links(store, torch.device("cpu"), 4)]
     if torch.cuda.device_count():
         gpus = together(store, "opening the GPUs", open_gpu, seconds=2 * STEP)
-        for gpu in gpus:
-            ranks = [rank for rank, other in enumerate(gpus) if other == gpu]
+        for gpu, near in gpus:
+            ranks = [rank for rank, (other, _) in enumerate(gpus) if other == gpu]
             check(len(ranks) == 1, f"ranks {ranks} have one GPU: torch.cuda.set_device(LOCAL_RANK)")
-        gpu = torch.device("cuda", torch.cuda.current_device())
+            lines.append(f"rank {ranks[0]} can copy directly (P2P) to the GPUs {near} of its host")
+        gpu = torch.device("cuda", LOCAL_RANK % torch.cuda.device_count())
         lines.append(try_links(store, gpu, 64, KEPT[-1]))
     table = [["rank on host", *seen[0]["has"], "clock"]]
     for rank, facts in enumerate(seen):
@@ -283,7 +282,7 @@ def run():
     for row in table:
         cells = zip(row, zip(*table, strict=True), strict=True)
         lines.append("  ".join(cell.ljust(max(map(len, column))) for cell, column in cells))
-    return "\n".join([*lines, f"ready: {N} ranks on {len(set(ON.values()))} hosts"])
+    return "\n".join([*lines, f"ready (ranks: {N}, hosts: {len(set(ON.values()))})"])
 
 
 def main():

@@ -21,6 +21,7 @@ from test_two_nodes import TWO_NODES, namespaces, slurm  # noqa: F401, fixtures
 
 PREFLIGHT = LAUNCH / "preflight.py"
 SECONDS = 45  # in place of 60; a missing rank is waited for a third of it
+PAGE = (LAUNCH / "README.md").read_text().partition("## Can these machines talk?")[2]
 A, B = "node0 (10.77.0.1)", "node1 (10.77.0.2)"
 
 # A host writes what its rank prints and, once it has ended by itself, its status.
@@ -55,7 +56,7 @@ import ctypes, os, types
 import torch, torch.distributed as dist
 real_device, real_group, real_reduce = torch.device, dist.new_group, dist.all_reduce
 torch.cuda.device_count = lambda: 2
-torch.cuda.current_device = lambda: 0
+torch.cuda.can_device_access_peer = lambda here, there: True
 torch.cuda.set_device = lambda device: None
 torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(uuid={uuid})
 torch.device = lambda *place: real_device("cpu")
@@ -91,7 +92,7 @@ SCENES = {
     ),
     "that all is well with GPUs": Scene(
         ("", ""),
-        (r"nccl: all-reduce of 64 MB in \d+ ms; slowest link \S+ Gbit/s",),
+        (r"P2P\) to the GPUs \[1\](.|\n)*nccl: all-reduce of 64 MB in \d+ ms; slowest link ",),
         on_all=GPUS.format(uuid=OWN, hang="pass"),
         is_ready=True,
     ),
@@ -215,14 +216,27 @@ def test_preflight_says_on_both_hosts(name, played):
     scene, outputs = SCENES[name], played[name].result()
     for output, cause in zip(outputs, (scene.says * 2)[:2], strict=True):
         assert re.search(cause, output), outputs
-        assert scene.is_ready == output.endswith("ready: 2 ranks on 2 hosts\nstatus 0\n")
+        assert scene.is_ready == output.endswith("ready (ranks: 2, hosts: 2)\nstatus 0\n")
         assert bool(output) == output.endswith(f"status {int(not scene.is_ready)}\n")
+    if name == "that all is well, on a cable of 1 Gbit/s":
+        [shown] = re.findall(r"```text\n(gloo(?:.|\n)*?)```", PAGE)
+        shown, printed = (re.sub(r"[-+\d.]+", "", text).split() for text in (shown, outputs[0]))
+        assert printed[:-1] == shown
+
+
+def test_the_page_shows_what_it_finds():
+    """The tests above compare the same patterns with what is really printed."""
+    rows = re.findall(r"^\| (.+?)(?: \(or .*\))? \| `(.+?)`", PAGE.partition("\n## ")[0], re.M)
+    assert len(rows) > 10
+    for fault, line in rows:
+        causes = [cause for cause in SCENES[fault].says if cause]
+        assert any(re.search(cause.partition("(.|")[0], line) for cause in causes), fault
 
 
 def test_slurm_starts_it_as_it_is(slurm):  # noqa: F811
     _, ask = slurm
     output = ask("srun", "--nodes=2", "--ntasks=3", "--cpus-per-task=1", "python", PREFLIGHT)
-    assert output.count("ready: 3 ranks on 2 hosts") == 2, output
+    assert output.count("ready (ranks: 3, hosts: 2)") == 2, output
     output = ask("srun", "--nodes=1", "--ntasks=2", "sh", "-c", f"{ONE_MISSING} python {PREFLIGHT}")
     assert "rank [1] of 2 did not come, here are rank 0 on node0" in output, output
 
@@ -231,7 +245,7 @@ def test_slurm_starts_it_as_it_is(slurm):  # noqa: F811
 def test_torchrun_starts_it_on_one_machine(command):
     status, output = run(*command, "--nproc-per-node=2", PREFLIGHT)
     assert status == 0, output
-    assert output.count("ready: 2 ranks on 1 hosts") == 1, output
+    assert output.count("ready (ranks: 2, hosts: 1)") == 1, output
 
 
 RIGHT = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
@@ -258,7 +272,7 @@ def test_variables_that_make_no_sense_end_with_status_2(name, value, says):
 def test_one_rank_is_ready_alone():
     status, output = run(sys.executable, PREFLIGHT, MASTER_PORT=free_port(), **RIGHT)
     assert status == 0, output
-    assert output.endswith("ready: 1 ranks on 1 hosts\n")
+    assert output.endswith("ready (ranks: 1, hosts: 1)\n")
 
 
 @pytest.mark.gpu
@@ -269,4 +283,4 @@ def test_the_ranks_of_all_gpus_are_ready():
     status, output = run(*command, PREFLIGHT)
     assert status == 0, output
     assert re.search(r"nccl: all-reduce of 64 MB in \d+ ms", output)
-    assert f"ready: {gpus} ranks on 1 hosts" in output
+    assert f"ready (ranks: {gpus}, hosts: 1)" in output
