@@ -7,7 +7,8 @@
 Copy this file to any Linux cluster: it needs torch alone. Where nodes never meet, torchrun waits
 and starts nothing: then type the last line, on each node with its RANK. All ranks do each step and
 tell each other in a store how it went, so all name the same cause. The parent of a rank ends it if
-it was stopped, or if nccl does not let go. PREFLIGHT_SECONDS=120 doubles all limits.
+it was stopped, or if nccl does not let go. PREFLIGHT_SECONDS=120 doubles all limits. It looks at
+IPv4 addresses only. Exit status: 0 ready, 1 not ready, 2 the variables make no sense.
 No GPU has run this yet: what asks CUDA or uses nccl was tried on pretended GPUs only.
 """
 
@@ -39,8 +40,8 @@ env, HOST = os.environ, socket.gethostname()
 if "RANK" not in env and "SLURM_PROCID" in env:  # srun has other names for them
     slurm = {"RANK": "PROCID", "LOCAL_RANK": "LOCALID", "WORLD_SIZE": "STEP_NUM_TASKS"}
     env.update({name: env[f"SLURM_{theirs}"] for name, theirs in slurm.items()})
-    first_node = re.match(r"([^\[,]+)(?:\[(\d+))?", env["SLURM_JOB_NODELIST"]).groups("")
-    env.setdefault("MASTER_ADDR", "".join(first_node))
+    first_node = re.sub(r"\[(\d+).*", r"\1", env["SLURM_JOB_NODELIST"].split(",")[0])
+    env.setdefault("MASTER_ADDR", first_node)
     env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 10000))
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
 RANK, LOCAL_RANK, N, PORT = (int(v) if (v := env.get(n, "")).isdecimal() else -1 for n in NAMES)
@@ -109,7 +110,7 @@ def together(store, step, call, *args, seconds=STEP):
         check("fault" not in answer, answer.get("fault"))
     check(not stopped, f"{stopped} did not end the step {step!r}: was it stopped or killed?")
     if absent:
-        compare([answer["value"] for answer in answers.values()])
+        compare([answer["value"] for answer in answers.values() if "value" in answer])
     text = "Start it, read what it prints there, or make WORLD_SIZE smaller"
     check(not absent, f"rank {absent} of {N} did not come, here are {there}. {text}")
     for answer in answers.values():
@@ -119,7 +120,7 @@ def together(store, step, call, *args, seconds=STEP):
 
 def compare(seen):
     """Raise what differs between the hosts, but must not."""
-    for name in seen[0]["same"]:
+    for name in seen[0]["same"] if seen else ():
         values = sorted({f"{facts['same'][name]} on {facts['host']}" for facts in seen})
         good = len({str(facts["same"][name]) for facts in seen}) == 1
         check(good, f"{name} differs: {', '.join(values)}. Make it the same on all hosts")
@@ -226,13 +227,13 @@ def try_links(store, device, megabytes, group=None):
     """Move one number, then many; return a line on how fast that was."""
     backend = "gloo" if group is None else "nccl"
     for size in (1, megabytes << 18):
-        step = f"of {4 * size} bytes over {backend}"
-        times = together(store, f"all-reduce {step}", move, "all-reduce", size, device, group)
-        ring = together(store, f"ring {step}", move, "ring", size, device, group) if N > 1 else [1]
+        what, step = (size, device, group), f"of {4 * size} bytes over {backend}"
+        sums = together(store, f"all-reduce {step}", move, "all-reduce", *what, seconds=2 * STEP)
+        ring = together(store, f"ring {step}", move, "ring", *what) if N > 1 else sums
     links = [min(ring[rank], ring[(rank + 1) % N]) for rank in range(N)]
     rank, rate = links.index(max(links)), (megabytes << 23) / 1e9 / max(links)
     here, there = ON[rank], ON[(rank + 1) % N]
-    text = f"{backend}: all-reduce of {megabytes} MB in {1000 * max(times):.0f} ms; slowest link "
+    text = f"{backend}: all-reduce of {megabytes} MB in {1000 * max(sums):.0f} ms; slowest link "
     text += f"{rate:.2f} Gbit/s, from rank {rank} on {here} to rank {(rank + 1) % N} on {there}"
     check(here == there or rate > SLOW, f"{text}: the wrong interface? `ethtool` shows its speed")
     return text
