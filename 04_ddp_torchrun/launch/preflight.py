@@ -9,6 +9,7 @@ and starts nothing: then type the last line, on each node with its RANK. All ran
 tell each other in a store how it went, so all name the same cause. The parent of a rank ends it if
 it was stopped, or if nccl does not let go. PREFLIGHT_SECONDS=120 doubles all limits. It looks at
 IPv4 addresses only. Exit status: 0 ready, 1 not ready, 2 the variables make no sense.
+
 No GPU has run this yet: what asks CUDA or uses nccl was tried on pretended GPUs only.
 """
 
