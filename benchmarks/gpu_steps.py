@@ -17,7 +17,7 @@ from benchmarks.variants import STAGE_04, STAGE_05, SURVIVE
 from local_ranks.chapters import ROOT
 
 MINIMAL, TEMPLATE = "04_ddp_torchrun/minimal.py", "05_amp_syncbn/template.py"
-SHARD = "beyond/shard/train.py"
+SHARD, PREFLIGHT = "beyond/shard/train.py", "04_ddp_torchrun/launch/preflight.py"
 FIRST_SECTION = "formats"  # what a GPU alone can show, and most readers ask
 RUN = "--run-dir={folder}"
 
@@ -66,6 +66,7 @@ def programs(device: str) -> list[GpuStep]:
     net, fp16, sharding = "--model=net-bn", "--amp=fp16", "--max-steps=20"
     two_ranks = ("torchrun", "--standalone", "--nproc-per-node=2", STAGE_04, *shared[:2])
     return [
+        GpuStep("preflight", ranks(torch.cuda.device_count() or 2, PREFLIGHT), 70),
         GpuStep("04 alone", ranks(1, STAGE_04, *here)),
         GpuStep("04 minimal", ranks(1, MINIMAL), in_folder=True),
         GpuStep("05 on two ranks", ranks(2, STAGE_05, net, *shared)),

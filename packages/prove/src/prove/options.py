@@ -1,5 +1,6 @@
 """The options between `python -m prove` and the command that is to be proven."""
 
+import shlex
 from argparse import REMAINDER, ArgumentParser, Namespace
 from pathlib import Path
 
@@ -28,6 +29,13 @@ def parse_args(arguments: list[str] | None = None) -> Namespace:
         parser.error("which command? python -m prove torchrun --nproc-per-node=2 train.py")
     if args.batches < 1:
         parser.error(f"--batches {args.batches} is less than 1")
+    if args.resume is not None:
+        try:
+            words = shlex.split(args.resume)
+        except ValueError as error:
+            parser.error(f"--resume {args.resume!r}: {error}")
+        if not words:
+            parser.error("--resume which command? 'torchrun ... train.py --resume {checkpoint}'")
     if args.stop_after < 0:
         parser.error(f"--stop-after {args.stop_after} is less than 0")
     if args.stop_after and not args.resume:

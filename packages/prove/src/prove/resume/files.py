@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from typing import Any
 
+from prove.errors import NotJudgedError
 from prove.judge.rank_exits import error_of, what_ranks_do
 from prove.judge.reasons import Reason
 from prove.judge.table import RIGHT, ReportRow, not_seen, right, warning, wrong
@@ -13,6 +14,7 @@ from prove.resume import state
 from prove.resume.pairs import Pairs, newest_of
 from prove.resume.runs import ResumeRuns, Run, checkpoints, ends_of_epochs
 
+STATUS_OF_USAGE = 2  # of argparse, and of Python if there is no such file
 CHECKPOINT, FILES, LOGS = "resume: checkpoint", "resume: files", "resume: logs"
 NO_NUMBER = re.compile(r"\b(nan|inf)\b", re.I)
 ATOMIC = 'torch.save(state, "last.pt.tmp"), then os.replace("last.pt.tmp", "last.pt")'
@@ -101,6 +103,14 @@ def rows_without_resume(runs: ResumeRuns) -> list[ReportRow]:
         return [not_seen(CHECKPOINT, Sentence.NOTHING_IS_WRITTEN, steps=stopped.steps)]
     if resumed.outcome.hang:
         return [wrong(CHECKPOINT, Sentence.RESUMED_HANGS, doing=what_ranks_do(resumed.outcome))]
+    if resumed.outcome.status == STATUS_OF_USAGE and not resumed.ranks:
+        raise NotJudgedError(
+            f"the command that resumes does not start: {error_of(resumed.outcome)}"
+        )
+    if name := missing_file(runs):
+        raise NotJudgedError(
+            f"--resume names {name}, which is not there: {{checkpoint}} is the file"
+        )
     if not resumed.ended_well:
         message = error_of(resumed.outcome)
         reason = Sentence.CANNOT_RESUME
@@ -108,6 +118,14 @@ def rows_without_resume(runs: ResumeRuns) -> list[ReportRow]:
             reason = Sentence.CANNOT_READ
         return [wrong(CHECKPOINT, reason, message=message)]
     return []
+
+
+def missing_file(runs: ResumeRuns) -> str:
+    """Name a word of the command that the resumed run could not find as a file, or none."""
+    errors = [record.error for record in runs.resumed.ranks if record.error]
+    missing = [error.message for error in errors if error.class_name == "FileNotFoundError"]
+    words = [word.split("=")[-1] for word in runs.both_commands()[1]]
+    return next((word for word in words for text in missing if f"'{word}'" in text), "")
 
 
 def begins_with_saved(pairs: Pairs) -> bool:

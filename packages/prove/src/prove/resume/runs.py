@@ -151,9 +151,10 @@ class ResumeRuns:
         self.control: Run
         self.stopped: Run
         self.resumed: Run
-        torchrun = processes.as_torchrun(args.command)
-        if torchrun and not Path(torchrun.script[0]).is_file():
-            raise NotJudgedError(f"{torchrun.script[0]}: no such script")
+        for command in (*commands, args.command):
+            torchrun = processes.as_torchrun(command)
+            if torchrun and not Path(torchrun.script[0]).is_file():
+                raise NotJudgedError(f"{torchrun.script[0]}: no such script")
         ranks = torchrun.world_size if torchrun else 2
         self.settings = Settings(
             "", Mode.OBSERVE, False, args.cpu, args.batches, ranks, ranks,
@@ -199,6 +200,10 @@ class ResumeRuns:
             needs_gpu = not self.args.cpu and ("NVIDIA" in error or "CUDA" in error)
             advice = "; --cpu runs it without a GPU for each rank" if needs_gpu else ""
             raise NotJudgedError(f"the script fails by itself: {error}{advice}")
+        if not run.steps:
+            raise NotJudgedError(
+                "no optimizer step was made: is there a checkpoint of a whole run?"
+            )
         if path := resumed_file(run):
             raise NotJudgedError(
                 f"the script resumes already in its first run, from {os.path.relpath(path)}: move "

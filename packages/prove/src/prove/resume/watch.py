@@ -19,7 +19,7 @@ from prove import random_state
 from prove.rank_record import LoaderPass, Projection
 from prove.resume.record import FileChange, FileRead, ResumeRecord, Saved, StepStart
 from prove.watch.model_tensors import parameters_of, project, tensors_of
-from prove.watch.rank_run import RankRun, source_line, wrap
+from prove.watch.rank_run import RankRun, callers, source_line, wrap
 from prove.watch.schedule import rates_ahead
 from prove.watch.steps import makes_state
 
@@ -29,6 +29,7 @@ RATES_AHEAD = 20
 SECONDS_FOR_THREADS = 30  # threads of the script may still write a checkpoint
 SHORTEST_RANDOM_STATE = 16  # bytes; the state of a CUDA generator has this length
 STATE_LENGTHS = (624, 625)  # of numpy's and Python's generators
+LOADING = os.path.join("torch", "utils", "data")  # samplers shuffle there
 MOST_ITEMS = 1000  # a longer list is not looked into
 SETTINGS = ("lr", "momentum", "weight_decay", "betas", "eps")
 REMEMBERED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
@@ -70,9 +71,10 @@ class GeneratorWatcher(TorchFunctionMode):
         self.in_step = False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
-        generator = (kwargs or {}).get("generator")
+        generator: Any = (kwargs or {}).get("generator")
         is_known = any(generator is known for known in self.generators)
-        if self.in_step and isinstance(generator, torch.Generator) and not is_known:
+        is_new = isinstance(generator, torch.Generator) and not is_known
+        if self.in_step and is_new and not any(LOADING in file for file, *_ in callers()):
             self.generators.append(generator)
         return function(*args, **(kwargs or {}))
 
