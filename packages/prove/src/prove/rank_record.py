@@ -132,6 +132,7 @@ class Settings:
     seed: int | None = None  # with which rank 0 begins; None: any
     epochs: int = 3  # the run ends where one more would begin
     steps: int | None = None  # the run ends where another batch would follow so many steps
+    batches_given: int = 0  # and so many batches, of all passes together
     keeps_batches: bool = True  # for a replay
     for_resume: bool = False  # prove --resume: record the state before each step
 

@@ -18,6 +18,12 @@ INSIDE += "seed + epoch, so that the order is the same again"
 class Sentence(Reason):
     SAMPLES_GO_ON = "{steps:n step} on the same samples, in the same order, on each rank"
     SAMPLES_OF_ALL_GO_ON = "{samples} samples of all ranks together are those without a stop"
+    OTHER_SIZE = (
+        "a step of {ranks:n rank} trains on {samples} samples, and without a stop one of "
+        "{ranks_before:n rank} on {samples_before}",
+        "keep the samples of a step, of all ranks together: the batch size of a rank is theirs "
+        "divided by the number of ranks; meant so only if the learning rate follows",
+    )
     OTHER_SHARES = (
         "{ranks} ranks divide the samples otherwise than {ranks_before}, and prove cannot match "
         "their steps",
@@ -205,6 +211,10 @@ def samples_of_other_ranks(pairs: Pairs) -> ReportRow:
     common = sums[0].keys() & sums[1].keys()
     facts = {"ranks": len(pairs.resumed.ranks), "ranks_before": len(pairs.straight.ranks)}
     pairs.same_samples = False  # steps are others, whatever they are made of
+    sizes = [next(iter(counts), 0) for counts in sums]
+    if sizes[0] != sizes[1]:
+        facts |= {"samples": sizes[1], "samples_before": sizes[0]}
+        return warning(SAMPLES, Sentence.OTHER_SIZE, **facts)
     if common and all(sums[0][count] == sums[1][count] for count in common):
         return right(SAMPLES, Sentence.SAMPLES_OF_ALL_GO_ON, samples=max(common))
     return not_seen(SAMPLES, Sentence.OTHER_SHARES, **facts)

@@ -35,6 +35,7 @@ class FileChange(NamedTuple):
     path: str
     mode: str | None  # of open(); None if the file is renamed or removed
     steps_before: int
+    batches_before: int
     source_line: str
 
 

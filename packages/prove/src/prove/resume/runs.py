@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from prove import processes
 from prove.errors import NotJudgedError, NotObservedError
@@ -236,10 +237,11 @@ class ResumeRuns:
 
     def run_all(self) -> None:
         self.straight = self.run_straight_until_it_saves()
-        stop = self.args.stop_after or first_save(self.straight)
-        if not stop:
+        save = first_save(self.straight)
+        if not save and not self.args.stop_after:
             self.control = self.stopped = self.resumed = self.straight
             return
+        stop = self.args.stop_after or (save.steps if save else 0)
         steps = self.straight.steps
         if self.args.stop_after or stop not in ends_of_epochs(self.straight):
             # An epoch that is cut would end for the resumed run where it goes on for this one.
@@ -254,7 +256,8 @@ class ResumeRuns:
             self.straight = self.run_straight("straight", self.settings)
         self.settings = replace(self.settings, steps=steps)
         self.control = self.run_straight("straight again", self.settings)
-        stopped = replace(self.settings, steps=stop)
+        batches = 0 if self.args.stop_after or not save else save.batches
+        stopped = replace(self.settings, steps=stop, batches_given=batches)
         self.stopped = self.run("stopped", self.args.command, stopped)
         while self.commands:
             self.run_resumed(self.seed + OTHER_SEED)
@@ -320,14 +323,24 @@ def checkpoints(run: Run) -> list[WrittenFile]:
     return sorted(files, key=lambda file: (file.steps_before, not file.is_best, file.modified))
 
 
-def first_save(run: Run) -> int:
-    """After how many steps does this run save first, at the end of an epoch if ever there? Or 0."""
-    steps = {file.steps_before for file in checkpoints(run)}
-    steps |= {saved.steps_before for saved in run.saves}
-    known = sorted(number for number in steps if 0 < number < run.steps)
-    return next((number for number in known if number in ends_of_epochs(run)), 0) or next(
-        iter(known), 0
-    )
+class SavePoint(NamedTuple):
+    """How far a run had come when it saved."""
+
+    steps: int
+    batches: int
+
+
+def first_save(run: Run) -> SavePoint | None:
+    """Where does this run save first: at the end of an epoch, if it ever does, else inside one?"""
+    paths = {file.path for file in checkpoints(run)}
+    points = {
+        SavePoint(change.steps_before, change.batches_before)
+        for part in run.parts
+        for change in part.changes
+        if change.path in paths and 0 < change.steps_before < run.steps
+    }
+    at_ends = [point for point in points if point.steps in ends_of_epochs(run)]
+    return min(at_ends or points, default=None)
 
 
 def ends_of_epochs(run: Run) -> list[int]:

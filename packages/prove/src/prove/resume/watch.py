@@ -195,8 +195,8 @@ class ResumeWatcher:
 
     def note_change(self, path: str, mode: str | None) -> None:
         if len(self.record.changes) < MAX_FILES:
-            change = FileChange(path, mode, self.run.record.step_count, source_line())
-            self.record.changes.append(change)
+            steps, batches = self.run.record.step_count, self.run.batches_given()
+            self.record.changes.append(FileChange(path, mode, steps, batches, source_line()))
 
     def note_read(self, path: str) -> None:
         is_code = path.endswith((".py", ".pyc", ".so")) or "-packages/" in path

@@ -317,7 +317,12 @@ class LoaderWatcher:
 
     def made_all_steps(self) -> bool:
         steps = self.run.settings.steps
-        return steps is not None and self.run.joined and self.run.record.step_count >= steps
+        enough = steps is not None and self.run.record.step_count >= steps
+        return enough and self.run.joined and self.given() > self.run.settings.batches_given
+
+    def given(self) -> int:
+        """Count the batches of all passes that train, with the one that is about to be given."""
+        return 1 + self.run.batches_given()
 
     def record_batch(self, loader_pass: LoaderPass, batch: Collated) -> int:
         """Record this batch; return its number of samples."""

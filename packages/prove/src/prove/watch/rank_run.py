@@ -192,6 +192,11 @@ class RankRun:
         if flag not in self.record.flags:
             self.record.flags[flag] = source_line()
 
+    def batches_given(self) -> int:
+        """Count the batches of all passes with gradients."""
+        passes = self.record.loader_passes
+        return sum(each.batches_given for each in passes if each.with_gradients)
+
     def has_no_loader(self) -> bool:
         return not any(loader_pass.with_gradients for loader_pass in self.record.loader_passes)
 
