@@ -76,13 +76,13 @@ def shared_rows(pairs: Pairs) -> list[ReportRow]:
     ]
     if saved:
         return [wrong(NAME, Sentence.OTHER_DRAWS_THAN_SAVED, name=saved[0])]
-    before = [
-        of_generators(start.at_batch, drawn)
-        for start in straight.parts[0].starts
-        if start.number < pairs.k
-    ]
-    if given[0] in before:
-        return [warning(NAME, Sentence.DRAWS_AGAIN, step=before.index(given[0]) + 1, **names)]
+    earlier = [start for start in straight.parts[0].starts if start.number < pairs.k]
+    for number in drawn:
+        digest = firsts[0][1].at_batch[number]
+        step = next((each for each in earlier if each.at_batch[number] == digest), None)
+        if step and digest != firsts[0][0].at_batch[number]:
+            facts = {"step": step.number + 1, "generators": [GENERATORS[number]]}
+            return [warning(NAME, Sentence.DRAWS_AGAIN, **facts)]
     return [warning(NAME, Sentence.OTHER_DRAWS, **names)]
 
 

@@ -11,7 +11,7 @@ from prove.judge.reasons import Reason
 from prove.judge.table import RIGHT, ReportRow, not_seen, right, warning, wrong
 from prove.judge.wording import NUMBER
 from prove.resume import state
-from prove.resume.pairs import Pairs, newest_of
+from prove.resume.pairs import TIME, Pairs, newest_of
 from prove.resume.runs import ResumeRuns, Run, checkpoints, ends_of_epochs
 
 STATUS_OF_USAGE = 2  # of argparse, and of Python if there is no such file
@@ -47,8 +47,8 @@ class Sentence(Reason):
     )
     CANNOT_READ = (
         "the run that reads the checkpoint ends with {message}",
-        "save tensors, numbers, texts, lists and dicts only, or load your own file with "
-        "torch.load(..., weights_only=False)",
+        "save tensors, numbers, texts, lists and dicts only; or load it with weights_only=False if "
+        "you trust the file",
     )
     RESUMED_HANGS = (
         "the resumed run hangs: {doing}",
@@ -188,7 +188,7 @@ def file_rows(pairs: Pairs) -> list[ReportRow]:
 
 def shape_of(line: str) -> str:
     """Return a line with its numbers taken out, for they may be times."""
-    return NUMBER.sub("#", NO_NUMBER.sub("#", line)).strip()
+    return NUMBER.sub("#", NO_NUMBER.sub("#", TIME.sub("#", line))).strip()
 
 
 def log_rows(pairs: Pairs) -> list[ReportRow]:
@@ -205,7 +205,9 @@ def log_rows(pairs: Pairs) -> list[ReportRow]:
         if lost := next((shape for shape in one if other[shape] < one[shape]), None):
             line = last_like(texts[0], lost)
             return [warning(LOGS, Sentence.LINES_LOST, more=len(texts[0]), lost=line, **facts)]
-        if twice := next((shape for shape in one if other[shape] > one[shape]), None):
+        repeated = (shape for shape in one if other[shape] > one[shape])
+        header = shape_of(texts[0][0])  # a line of its own for each start
+        if twice := next((shape for shape in repeated if shape != header), None):
             facts |= {"fewer": len(texts[0]), "twice": last_like(resumed, twice)}
             return [warning(LOGS, Sentence.LINES_TWICE, times=other[twice], **facts)]
         lines, files = lines + len(resumed), files + 1

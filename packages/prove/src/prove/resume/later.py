@@ -8,7 +8,7 @@ from typing import Any
 from prove.judge.reasons import Reason
 from prove.judge.table import ReportRow, not_seen, right, warning, wrong
 from prove.judge.wording import NUMBER
-from prove.resume.pairs import LIMIT, Pairs, difference
+from prove.resume.pairs import LIMIT, TIME, Pairs, difference
 from prove.resume.record import Saved
 from prove.resume.runs import Run
 
@@ -99,9 +99,10 @@ def lines_of(run: Run, rank: int, first: int) -> dict[tuple, tuple[str, list[str
     lines, counts = {}, Counter[tuple]()
     for text in run.ranks[rank].printed:
         if text.steps_before > first:
-            key = (text.source_line, text.steps_before - first, NUMBER.sub("#", text.text))
+            line = TIME.sub("#", text.text)
+            key = (text.source_line, text.steps_before - first, NUMBER.sub("#", line))
             place = (*key, counts[key])
-            lines[place] = (text.text.strip(), NUMBER.findall(text.text))
+            lines[place] = (text.text.strip(), NUMBER.findall(line))
             counts[key] += 1
     return lines
 

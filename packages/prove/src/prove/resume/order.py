@@ -93,6 +93,17 @@ class Sentence(Reason):
         "its sampler has epoch {epoch}, and without a stop {wanted}",
         "begin at the epoch after the one that was saved",
     )
+    OTHER_SAVED_EPOCH = (
+        "it saves {name} = {epoch}, and without a stop {wanted}: an epoch comes twice, or is left "
+        "out ({at})",
+        "save the epoch that comes next, or add 1 when you load the one that was done",
+        Heading.RESUME,
+    )
+    SAME_SAVED_EPOCH = "it saves {name} = {epoch}, as without a stop"
+    EPOCH_NOT_KNOWN = (
+        "no sampler has an epoch, none is saved, and both runs were ended before their last step",
+        "look at the number of the epoch that the resumed run prints first",
+    )
     SAME_EPOCH = "goes on with epoch {epoch}"
     AS_MANY_STEPS = "as many steps follow as without a stop"
     SAMPLES_NOT_KNOWN = ("prove does not see which samples the steps are made of",)
@@ -243,4 +254,26 @@ def epoch_rows(pairs: Pairs) -> list[ReportRow]:
             row = warning if pairs.same_samples else wrong
             return [row(EPOCH, Sentence.OTHER_EPOCH, epoch=epoch, wanted=wanted)]
         return [right(EPOCH, Sentence.SAME_EPOCH, epoch=epoch)]
-    return [right(EPOCH, Sentence.AS_MANY_STEPS)]
+    if not straight.goes_on and not resumed.goes_on:
+        return [right(EPOCH, Sentence.AS_MANY_STEPS)]
+    return [saved_epoch_row(pairs)]
+
+
+def saved_epoch_row(pairs: Pairs) -> ReportRow:
+    """Compare the number of the epoch in what both runs save next."""
+    for one, other in zip(pairs.straight.parts, pairs.resumed.parts, strict=False):
+        saved = [each for each in one.saves if each.steps_before > pairs.k]
+        again = {each.steps_before + pairs.k: each for each in other.saves if each.steps_before}
+        for wanted in saved:
+            given = again.get(wanted.steps_before)
+            for name, epoch in wanted.content.items():
+                found = given.content.get(name) if given else None
+                is_epoch = "epoch" in name.rpartition(".")[2].lower() and type(epoch) is int
+                if given is None or not is_epoch or type(found) is not int:
+                    continue
+                facts = {"name": name, "epoch": found}
+                if found == epoch:
+                    return right(EPOCH, Sentence.SAME_SAVED_EPOCH, **facts)
+                facts |= {"wanted": epoch, "at": given.source_line}
+                return wrong(EPOCH, Sentence.OTHER_SAVED_EPOCH, **facts)
+    return not_seen(EPOCH, Sentence.EPOCH_NOT_KNOWN)

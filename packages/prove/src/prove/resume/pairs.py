@@ -1,5 +1,6 @@
 """Pair the steps of the resumed run with those of the straight one."""
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -7,6 +8,7 @@ from prove.rank_record import RankRecord
 from prove.resume.record import StepStart
 from prove.resume.runs import ResumeRuns, Run, WrittenFile, checkpoints, ends_of_epochs
 
+TIME = re.compile(r"\d+(:\d\d)+(\.\d+)?")  # as 0:26 or 0:00:26, in printed text
 LIMIT = 1e-7  # relative; a larger difference is one, unless the control differs as much
 TIMES_NOISE = 10  # difference between two straight runs that a resumed one may have
 MOST_NOISE = 1e-3  # if two straight runs differ by more, nothing is compared
