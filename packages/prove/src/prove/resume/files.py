@@ -101,11 +101,11 @@ def rows_without_resume(runs: ResumeRuns) -> list[ReportRow]:
     if stopped is straight:
         if not straight.goes_on and len(ends_of_epochs(straight)) < 2:
             return [not_seen(CHECKPOINT, Sentence.NOTHING_FOLLOWS, steps=straight.steps)]
-        if removed := [saved for saved in straight.saves if saved.steps_before]:
-            at = removed[0].source_line
-            return [not_seen(CHECKPOINT, Sentence.NOTHING_STAYS, saved_at=at)]
         facts = {"steps": straight.steps, "batches": runs.args.batches}
         return [not_seen(CHECKPOINT, Sentence.NOTHING_IS_SAVED, **facts)]
+    if not checkpoints(stopped) and stopped.saves:
+        at = stopped.saves[0].source_line
+        return [not_seen(CHECKPOINT, Sentence.NOTHING_STAYS, saved_at=at)]
     if not checkpoints(stopped):
         return [not_seen(CHECKPOINT, Sentence.NOTHING_IS_WRITTEN, steps=stopped.steps)]
     if resumed.outcome.hang:
