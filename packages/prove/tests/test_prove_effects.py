@@ -22,14 +22,19 @@ HARMLESS = """        if rank == 0:
             torch.save({}, "new/deep/file.pt")
             open("log.txt", "a").write("more")
             os.rename("a.txt", "b.txt")
+            os.makedirs("step.part/deep")
+            open("step.part/deep/file.txt", "w").write("whole")
+            os.rename("step.part", "step")
+            os.rename("before", "after")
         dist.barrier()
         return dist.destroy_process_group()
 """
 
 
 def test_files_are_put_back_and_no_process_is_left(prove_script, tmp_path):
-    (tmp_path / "old").mkdir()
-    kept = {name: name for name in ("old/kept.txt", "log.txt", "a.txt")}
+    for folder in ("old", "before"):
+        (tmp_path / folder).mkdir()
+    kept = {name: name for name in ("old/kept.txt", "before/file.txt", "log.txt", "a.txt")}
     for name in kept:
         (tmp_path / name).write_text(name)
     source = planted(("        scheduler.step()\n", "        scheduler.step()\n" + HARMLESS))
@@ -37,7 +42,7 @@ def test_files_are_put_back_and_no_process_is_left(prove_script, tmp_path):
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     texts = {str(path.relative_to(tmp_path)): path.read_text() for path in files}
     assert texts == {"train.py": source} | kept
-    assert not (tmp_path / "new").exists()
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"old", "before"}
     assert processes_in(tmp_path) == []
 
 

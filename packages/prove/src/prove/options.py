@@ -1,9 +1,11 @@
 """The options between `python -m prove` and the command that is to be proven."""
 
 import shlex
+import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
 from pathlib import Path
 
+LAUNCHERS = ("torchrun", "python", "python3", "accelerate", "srun", "bash")
 DESCRIPTION = (
     "Is a script that trains on several GPUs right? It is run, observed, and replayed by one rank."
 )
@@ -24,6 +26,9 @@ def parse_args(arguments: list[str] | None = None) -> Namespace:
     add("--strict", action="store_true", help="exit with 1 also if there are warnings")
     add("--json", type=Path, help="write the table here, too")
     add("command", nargs=REMAINDER, help="torchrun ... train.py ...")
+    words = sys.argv[1:] if arguments is None else arguments
+    if "--resume" in words and Path([*words, ""][words.index("--resume") + 1]).name in LAUNCHERS:
+        parser.error("the command after --resume needs quotes: --resume 'torchrun ... train.py'")
     args = parser.parse_args(arguments)
     if not args.command:
         parser.error("which command? python -m prove torchrun --nproc-per-node=2 train.py")

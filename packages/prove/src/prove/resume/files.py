@@ -31,6 +31,10 @@ class Sentence(Reason):
         "the script ends after {steps:n step} of one epoch, and has saved nothing before",
         "a command with three epochs or more, or one that saves inside an epoch",
     )
+    NOTHING_STAYS = (
+        "what the script saves is removed again before it is read ({saved_at})",
+        "begin in an empty folder: a script that keeps only its newest files may count older runs",
+    )
     NOTHING_IS_WRITTEN = (
         "the run that was stopped after {steps:n step} has left no checkpoint behind",
         "--stop-after STEPS stops it where it has saved; or let it save more often",
@@ -99,6 +103,9 @@ def rows_without_resume(runs: ResumeRuns) -> list[ReportRow]:
             return [not_seen(CHECKPOINT, Sentence.NOTHING_FOLLOWS, steps=straight.steps)]
         facts = {"steps": straight.steps, "batches": runs.args.batches}
         return [not_seen(CHECKPOINT, Sentence.NOTHING_IS_SAVED, **facts)]
+    if not checkpoints(stopped) and stopped.saves:
+        at = stopped.saves[0].source_line
+        return [not_seen(CHECKPOINT, Sentence.NOTHING_STAYS, saved_at=at)]
     if not checkpoints(stopped):
         return [not_seen(CHECKPOINT, Sentence.NOTHING_IS_WRITTEN, steps=stopped.steps)]
     if resumed.outcome.hang:

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from prove.judge.reasons import Reason
+from prove.judge.reasons import Heading, Reason
 from prove.judge.table import ReportRow, not_seen, right, warning, wrong
 from prove.judge.wording import NUMBER
 from prove.resume.pairs import LIMIT, TIME, Pairs, difference
@@ -17,6 +17,7 @@ NEXT_CHECKPOINT = "resume: next checkpoint"
 CHARACTERS_AROUND = 30
 PRINTED_LIMIT = 1e-4
 LIMIT_OF_TENSORS = 1e-4  # rounding grows from step to step
+NO_ROUNDING, RANKS_THAT_ADD_ALIKE = 1e-9, 2  # a + b is b + a, whatever the order
 MOST_ROUNDING, LEAST_MISTAKE = 1e-4, 1e-2  # of the change of the weights
 
 
@@ -32,8 +33,17 @@ class Sentence(Reason):
     OTHER_LATER_WEIGHTS = (
         "they differ by {apart:percent} of their change before step {number}, most in {name} (rank "
         "{rank}), though all is equal at first",
-        "something between two steps is not saved: a counter, a momentum of your own, a buffer",
+        "something between two steps is not saved: a number in a Python variable (a counter, a "
+        "running mean), a momentum of your own, a buffer",
+        Heading.RESUME,
     )
+    TINY_DIFFERENCE = (
+        "they differ by {apart:.0e} of their change before step {number}, and two runs without a "
+        "stop do not differ at all",
+        "look for a number that nobody saves, in a Python variable: a counter, a running mean",
+        Heading.RESUME,
+    )
+    FOLLOWS = ("not compared: they follow from what is WRONG above",)
     SAME_NUMBERS = "{numbers:n number}, as without a stop"
     OTHER_NUMBERS = (
         "{given} in place of {wanted} in {line!r} (rank {rank}, {at})",
@@ -46,7 +56,9 @@ class Sentence(Reason):
     )
     OTHER_TENSOR = (
         "its {name} differs by {apart:percent} from that without a stop ({at})",
-        "load what the checkpoint holds: a moving average in a dict, a memory bank, a momentum",
+        "load what the checkpoint holds, such as a moving average in a dict; if you do, look for a "
+        "number that nobody saves, in a Python variable: an average's counter, a running mean",
+        Heading.RESUME,
     )
     OTHER_TIME = (
         "it is saved after {steps:n more step}, and without a stop after {wanted} ({at})",
@@ -89,6 +101,8 @@ def later_weight_rows(pairs: Pairs) -> list[ReportRow]:
         facts |= {"name": name, "rank": rank}
         return [wrong(LATER_WEIGHTS, Sentence.OTHER_LATER_WEIGHTS, **facts)]
     number = pairs.ranks[0][0][last].number + 1
+    if worst > NO_ROUNDING and not pairs.noise and len(pairs.ranks) <= RANKS_THAT_ADD_ALIKE:
+        return [warning(LATER_WEIGHTS, Sentence.TINY_DIFFERENCE, apart=worst, number=number)]
     return [
         right(LATER_WEIGHTS, Sentence.SAME_LATER_WEIGHTS, apart=worst, number=number, steps=last)
     ]

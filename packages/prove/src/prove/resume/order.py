@@ -11,8 +11,10 @@ from prove.resume.record import StepStart
 from prove.resume.runs import Run
 
 SAMPLES, EPOCH = "resume: order of samples", "resume: epoch"
-INSIDE = "save how many batches of the epoch are done, and skip as many when resuming; shuffle by "
-INSIDE += "seed + epoch, so that the order is the same again"
+INSIDE = (
+    "save how many batches of the epoch the loader has given (not how many steps were made), and "
+)
+INSIDE += "skip as many when resuming; shuffle by seed + epoch, so that the order is the same again"
 
 
 class Sentence(Reason):
@@ -29,15 +31,19 @@ class Sentence(Reason):
         "their steps",
     )
     SAMPLES_REPEATED = (
-        "its step {step} trains on the samples of step {earlier}, and without a stop step {number} "
-        "trains on others (rank {rank}, {at})",
+        "after the stop, step {number} trains on the samples of step {earlier} (rank {rank}, {at})",
         "begin at the epoch after the one that was saved, and call sampler.set_epoch(epoch) before "
         "each",
         Heading.RESUME,
     )
+    REPEATED_INSIDE = (
+        "after the stop in the middle of an epoch, step {number} trains on the samples of step "
+        "{earlier} (rank {rank}, {at})",
+        INSIDE,
+        Heading.RESUME,
+    )
     INPUTS_REPEATED = (
-        "its step {step} trains on what step {earlier} has had, and without a stop step {number} "
-        "trains on something else (rank {rank}, {at})",
+        "after the stop, step {number} trains on what step {earlier} has had (rank {rank}, {at})",
         "draw the batches by a seed and the number of the step, or save the random states of all "
         "ranks",
         Heading.RESUME,
@@ -47,26 +53,25 @@ class Sentence(Reason):
         "make or read the data set the same way in each process: a fixed seed, sorted file names",
     )
     SAMPLES_OF_OTHER_RANK = (
-        "rank {rank} trains in its step {step} on samples of rank {owner}, and without a stop on "
-        "others ({at})",
+        "after the stop, rank {rank} trains in step {number} on samples of rank {owner} ({at})",
         "the state of a sampler or of its generator belongs to one rank: gather those of all, or "
         "save a file for each",
     )
     OTHER_INSIDE = (
-        "its step {step} trains on other samples than step {number} without a stop, in the middle "
-        "of an epoch (rank {rank}, {at}): some come twice in it, and some never",
+        "after the stop in the middle of an epoch, step {number} trains on other samples than "
+        "without it (rank {rank}, {at}): some come twice in this epoch, and some never",
         INSIDE,
         Heading.RESUME,
     )
     OTHER_INPUTS = (
-        "its step {step} trains on other inputs than step {number} without a stop, and on none of "
+        "after the stop, step {number} trains on something else than without it, and on nothing of "
         "an earlier step (rank {rank}, {at})",
         "draw the batches by a seed and the number of the step; harmless if each run may draw its "
         "own",
     )
     OTHER_ORDER = (
-        "its step {step} trains on other samples than step {number} without a stop, and on none of "
-        "an earlier step (rank {rank}, {at})",
+        "after the stop, step {number} trains on other samples than without it, and on none of an "
+        "earlier step (rank {rank}, {at})",
         "shuffle by seed + epoch, or save the state of the generator that shuffles; harmless if "
         "each run may have an order of its own",
     )
@@ -162,7 +167,8 @@ def sample_rows(pairs: Pairs) -> list[ReportRow]:
     worst = max(found, key=lambda facts: bool(facts["earlier"]))
     if worst["earlier"]:
         has_loader = any(start.batches for start in pairs.ranks[worst["rank"]][1])
-        reason = Sentence.SAMPLES_REPEATED if has_loader else Sentence.INPUTS_REPEATED
+        reason = Sentence.REPEATED_INSIDE if pairs.is_inside_epoch else Sentence.SAMPLES_REPEATED
+        reason = reason if has_loader else Sentence.INPUTS_REPEATED
         return [wrong(SAMPLES, reason, **worst)]
     if of_other := next((facts for facts in found if facts["owner"] is not None), None):
         return [wrong(SAMPLES, Sentence.SAMPLES_OF_OTHER_RANK, **of_other)]

@@ -4,7 +4,7 @@ import shlex
 from argparse import Namespace
 from collections.abc import Callable
 
-from prove.judge.table import NOT_SEEN, WARNING, WRONG, ReportRow, warning
+from prove.judge.table import NOT_SEEN, WARNING, WRONG, ReportRow, not_seen, warning
 from prove.resume import draws, files, later, order, state
 from prove.resume.auto import resume_commands
 from prove.resume.pairs import Pairs
@@ -76,4 +76,6 @@ def rows_of(pairs: Pairs, samples: list[ReportRow]) -> list[ReportRow]:
     # If something is WRONG, what comes later only follows from it.
     if is_known and not any(row.verdict == WRONG for row in rows):
         rows += later.later_rows(pairs)
+    elif is_known:
+        rows.append(not_seen(later.LATER_WEIGHTS, later.Sentence.FOLLOWS))
     return [*rows, *files.log_rows(pairs), *files.file_rows(pairs)]

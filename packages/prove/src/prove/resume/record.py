@@ -49,6 +49,7 @@ class Saved(NamedTuple):
 
     path: str
     steps_before: int
+    batches_before: int
     source_line: str
     content: dict[str, Any]  # projections of tensors, plain values, and else the name of a class
 

@@ -203,7 +203,7 @@ class ResumeRuns:
             raise NotJudgedError(f"the script fails by itself: {error}{advice}")
         if not run.steps:
             raise NotJudgedError(
-                "no optimizer step was made: is there a checkpoint of a whole run?"
+                "no optimizer step was made: is there a checkpoint of a whole run? Move it away"
             )
         if path := resumed_file(run):
             raise NotJudgedError(
@@ -331,16 +331,16 @@ class SavePoint(NamedTuple):
 
 
 def first_save(run: Run) -> SavePoint | None:
-    """Where does this run save first: at the end of an epoch, if it ever does, else inside one?"""
+    """Where does this run save first: inside an epoch, if it ever does, else at the end of one?"""
     paths = {file.path for file in checkpoints(run)}
-    points = {
-        SavePoint(change.steps_before, change.batches_before)
-        for part in run.parts
-        for change in part.changes
-        if change.path in paths and 0 < change.steps_before < run.steps
+    changes = [change for part in run.parts for change in part.changes if change.path in paths]
+    points = {  # a script may write pictures inside an epoch, and save at its end
+        SavePoint(each.steps_before, each.batches_before)
+        for each in (run.saves or changes)
+        if 0 < each.steps_before < run.steps
     }
-    at_ends = [point for point in points if point.steps in ends_of_epochs(run)]
-    return min(at_ends or points, default=None)
+    inside = [point for point in points if point.steps not in ends_of_epochs(run)]
+    return min(inside or points, default=None)
 
 
 def ends_of_epochs(run: Run) -> list[int]:

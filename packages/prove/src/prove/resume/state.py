@@ -41,13 +41,14 @@ class Sentence(Reason):
     )
     STATE_LOST = (
         "its first step begins without a state; without a stop, it has {names} of {parameters:n "
-        "parameter} ({at})",
+        "parameter} (rank {rank}, {at})",
         'save optimizer.state_dict(), and load it: optimizer.load_state_dict(saved["optimizer"])',
         Heading.RESUME,
     )
     OTHER_STATE = (
         "{name} differs by {apart:percent} before step {number} (rank {rank}, {at})",
-        "load the optimizer's state after the model is built, into the optimizer that steps",
+        "load the optimizer's state on every rank, after the model is built, into the optimizer "
+        "that steps",
         Heading.RESUME,
     )
     SAME_MODULES = "{tensors:n buffer and other tensor} equal to {apart:.0e}"
@@ -64,8 +65,8 @@ class Sentence(Reason):
     SAME_RATE = "{rate:.6g} at step {number}{ahead}"
     OTHER_RATE = (
         "{setting} is {value:.6g} at step {number}, and {wanted:.6g} without a stop ({at})",
-        "save scheduler.state_dict() and load it, once, and into the scheduler that steps this "
-        "optimizer",
+        "save scheduler.state_dict() and load it, once; make the scheduler before "
+        "optimizer.load_state_dict(), because making one sets its first rate",
         Heading.RESUME,
     )
     OTHER_RATE_AHEAD = (
@@ -124,7 +125,7 @@ def optimizer_rows(pairs: Pairs) -> list[ReportRow]:
         for one, other in pairs.first_steps(rank):
             facts: dict[str, Any] = {"number": pairs.k + 1, "rank": rank, "at": other.source_line}
             if any(one.state) and not any(other.state):
-                facts = {"names": [*next(filter(None, one.state))], "at": other.source_line}
+                facts |= {"names": [*next(filter(None, one.state))]}
                 parameters = sum(map(bool, one.state))
                 return [wrong(OPTIMIZER, Sentence.STATE_LOST, parameters=parameters, **facts)]
             for index, states in enumerate(zip(one.state, other.state, strict=False)):

@@ -215,7 +215,8 @@ class ResumeWatcher:
             return  # it stays in memory
         path = os.path.realpath(os.fsdecode(file))
         with self.run.draws.paused():
-            saved = Saved(path, self.run.record.step_count, source_line(), flat(obj))
+            steps, batches = self.run.record.step_count, self.run.batches_given()
+            saved = Saved(path, steps, batches, source_line(), flat(obj))
         self.record.saves.append(saved)
 
     def join_threads(self) -> None:

@@ -257,6 +257,20 @@ class FileWatcher:
         for tell in self.run.events.file_changes:
             tell(path, mode)
 
+    def note_rename(self, old: Any, new: Any) -> None:
+        """Note a file or a folder that is about to get another name."""
+        old, new = os.path.realpath(os.fsdecode(old)), os.path.realpath(os.fsdecode(new))
+        if not os.path.isdir(old):
+            self.note_change(old)
+            self.note_change(new)
+            return
+        for folder, _, names in os.walk(old):
+            self.note_new_folder(new + folder[len(old) :])
+            for name in names:
+                path = os.path.join(folder, name)
+                self.note_change(path)
+                self.note_change(new + path[len(old) :])
+
     def note_new_folder(self, file: Any) -> None:
         path = os.path.realpath(os.fsdecode(file))
         if not os.path.exists(path) and not self.is_ignored(path):
@@ -283,8 +297,7 @@ class FileWatcher:
             if event == "open":
                 self.note_opening(*args)
             elif event == "os.rename":
-                self.note_change(in_folder(args[0], args[2]))
-                self.note_change(in_folder(args[1], args[3]))
+                self.note_rename(in_folder(args[0], args[2]), in_folder(args[1], args[3]))
             elif event == "os.remove":
                 self.note_change(in_folder(*args))
             elif event == "os.mkdir":
