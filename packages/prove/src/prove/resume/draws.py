@@ -6,6 +6,7 @@ from prove.random_state import GENERATORS
 from prove.resume.pairs import Pairs
 
 NAME = "resume: random numbers"
+OWN = ["a generator of the script"]
 
 
 class Sentence(Reason):
@@ -39,7 +40,11 @@ def draw_rows(pairs: Pairs) -> list[ReportRow]:
     if not pairs.same_draws or not any(own):
         return rows
     pairs.same_draws = False
-    return [warning(NAME, Sentence.OTHER_DRAWS, generators=["a generator of the script"])]
+    firsts = [(one[0].own_generators, other[0].own_generators) for one, other in pairs.ranks]
+    wanted, given = ({*digests} for digests in zip(*firsts, strict=True))
+    if len(given) < len(wanted):
+        return [wrong(NAME, Sentence.ALL_RANKS_DRAW_ALIKE, generators=OWN)]
+    return [warning(NAME, Sentence.OTHER_DRAWS, generators=OWN)]
 
 
 def shared_rows(pairs: Pairs) -> list[ReportRow]:
