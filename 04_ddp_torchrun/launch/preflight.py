@@ -5,10 +5,14 @@
     RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python preflight.py
 
 Copy this file to any Linux cluster: it needs torch alone. Where nodes never meet, torchrun waits
-and starts nothing: then type the last line, on each node with its RANK. All ranks do each step and
-tell each other in a store how it went, so all name the same cause. The parent of a rank ends it if
-it was stopped, or if nccl does not let go. PREFLIGHT_SECONDS=120 doubles all limits. It looks at
-IPv4 addresses only. Exit status: 0 ready, 1 not ready, 2 the variables make no sense.
+and starts nothing: then type the last line, on each node with its RANK. PREFLIGHT_SECONDS=120
+doubles all limits. It looks at IPv4 addresses only. Exit status: 0 ready, 1 not ready, 2 the
+variables make no sense.
+
+How it works: `run` takes one step after the other, from the name of rank 0 to an all-reduce of
+64 MB over nccl. In `together`, all ranks do a step, and tell each other in the store of rank 0 how
+it went. So once they have met, all name the same cause; before that, each names its own. A rank is
+a child of the process that you start, which ends it if it was stopped, or if nccl does not let go.
 
 No GPU has run this yet: what asks CUDA or uses nccl was tried on pretended GPUs only.
 """
@@ -132,25 +136,37 @@ def meet():
     global HOST
     place, where = (ADDRESS, PORT), f"{ADDRESS}:{PORT}"
     options = {"wait_for_workers": False, "timeout": timedelta(seconds=STEP)}
+    taken = f"port {PORT} of {HOST} is taken: by a second RANK=0, by an old run that `ss -ltnp` "
+    taken += "shows, or by another program, so choose another MASTER_PORT"
     with blame(f"{HOST} cannot find MASTER_ADDR {ADDRESS!r}: give a number, such as 10.0.0.1"):
         socket.getaddrinfo(*place)
     if RANK == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        with blame(f"port {PORT} of {HOST} is taken: choose another MASTER_PORT"):
+        with blame(taken):
             KEPT.append(dist.TCPStore("127.0.0.1", PORT, is_master=True, **options))
     store, text = None, "not started? Another MASTER_ADDR or MASTER_PORT? A firewall?"
     with suppress(Exception):  # nobody listens there, or nobody who answers
         store = POOL.submit(dist.TCPStore, *place, **options).result(2.2 * STEP)
     with blame(f"{HOST} cannot reach rank 0 at {where}: {text}"):
         route = socket.create_connection(place, GRACE).getsockname()[0]
-    check(store, f"{where} is not the store of rank 0: choose another MASTER_PORT")
+    text = (
+        f"{where} does not answer {HOST} as rank 0 does: is it another program, or another host? "
+    )
+    check(store, text + "Was rank 0 stopped?")
     HOST += "" if route.startswith("127.") else f" ({route})"
     return dist.PrefixStore(env.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
+def check_numbers(store):
+    """Has each rank come once? Adding nothing to a counter reads it."""
+    for rank in range(N):
+        text = f"two processes are rank {rank}, one of them on {ON.get(rank, HOST)}"
+        check(store.add(f"rank {rank}", 0) < 2, f"{text}: each needs a number of its own")
+
+
 def look_around(store):
     """Return what this host has, unless it is too little."""
-    text = f"two processes are rank {RANK}, one of them on {HOST}: each needs a number of its own"
-    check(store.add(f"rank {RANK}", 1) == 1, text)
+    store.add(f"rank {RANK}", 1)
+    check_numbers(store)
     shm, gpus = os.statvfs("/dev/shm"), torch.cuda.device_count()
     free = shm.f_bavail * shm.f_frsize >> 20
     check(free >= 512, f"/dev/shm on {HOST} has {free} MB left, in Docker try --shm-size=1g")
@@ -227,10 +243,12 @@ def move(kind, size, device, group):
 def try_links(store, device, megabytes, group=None):
     """Move one number, then many; return a line on how fast that was."""
     backend = "gloo" if group is None else "nccl"
-    for size in (1, megabytes << 18):
+    for size in (1, megabytes * 2**20 // 4):  # float32 has 4 bytes
         what, step = (size, device, group), f"of {4 * size} bytes over {backend}"
         sums = together(store, f"all-reduce {step}", move, "all-reduce", *what, seconds=2 * STEP)
         ring = together(store, f"ring {step}", move, "ring", *what) if N > 1 else sums
+    if N == 1:
+        return f"{backend}: rank 0 is alone, so nothing was sent"
     links = [min(ring[rank], ring[(rank + 1) % N]) for rank in range(N)]
     rank, rate = links.index(max(links)), (megabytes << 23) / 1e9 / max(links)
     here, there = ON[rank], ON[(rank + 1) % N]
@@ -250,9 +268,9 @@ def open_gpu():
 
 
 def check_variables():
-    numbers = f"RANK {RANK}, LOCAL_RANK {LOCAL_RANK}, WORLD_SIZE {N}, MASTER_PORT {PORT}"
+    given = ", ".join(f"{name} {env.get(name, 'is not set')}" for name in NAMES)
     good = 0 <= RANK < N and 0 <= LOCAL_RANK < N and 0 < PORT < 65536
-    check(good, f"{numbers} make no sense, -1 is none: start by torchrun or srun")
+    check(good, f"{given}: start it by torchrun or srun, or set all of them")
     good = ADDRESS and not ADDRESS.lower().startswith("fe80")  # IPv6, link-local
     check(good, f"MASTER_ADDR is {ADDRESS!r}: give an address that every host can reach")
 
@@ -261,6 +279,7 @@ def run():
     """Take the steps, each of which needs those before it; return what to print if all is well."""
     store = meet()
     seen = together(store, "meeting", look_around, store, seconds=2 * STEP)
+    check_numbers(store)
     compare(seen)
     clocks = together(store, "comparing clocks", time.time)
     places = together(store, "opening a port", listen)
@@ -277,6 +296,7 @@ def run():
             lines.append(f"rank {ranks[0]} can copy directly (P2P) to the GPUs {near} of its host")
         gpu = torch.device("cuda", LOCAL_RANK % torch.cuda.device_count())
         lines.append(try_links(store, gpu, 64, KEPT[-1]))
+    check_numbers(store)  # the other one may have come late
     table = [["rank on host", *seen[0]["has"], "clock"]]
     for rank, facts in enumerate(seen):
         clock = f"{clocks[rank] - clocks[0]:+.1f} s"
@@ -298,7 +318,9 @@ def main():
             steps = os.read(STEPS[0], 9999).decode()
             how = f"died of signal {-code}" if ended else f"did not end (state {state}, T: stopped)"
             ended or os.kill(child, signal.SIGKILL)
-            sys.exit(f"rank {RANK} on {HOST} {how}: {steps}{NCCL if 'nccl' in steps else ''}")
+            cure = NCCL if "nccl" in steps else ". `kill -CONT` lets a stopped one go on"
+            text = f"rank {RANK} on {HOST}: NOT READY: it {how}. It began: {steps.rstrip(', ')}"
+            sys.exit(text + cure)
         time.sleep(0.1)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # if the parent ends
     os.write(STEPS[1], b"reaching rank 0, ")

@@ -90,7 +90,7 @@ class Sentence(Reason):
         "{name} has {lines:n line} in the end, and {fewer} without a stop: {twice!r} is there "
         "{times} times",
         "write the line before the checkpoint that counts it, or drop the lines of later steps "
-        "when the run resumes",
+        "when the run resumes; harmless if each start has a line of its own",
     )
     LINES_KEPT = "{lines:n line} in {files:n file}, as without a stop"
 
@@ -212,9 +212,7 @@ def log_rows(pairs: Pairs) -> list[ReportRow]:
         if lost := next((shape for shape in one if other[shape] < one[shape]), None):
             line = last_like(texts[0], lost)
             return [warning(LOGS, Sentence.LINES_LOST, more=len(texts[0]), lost=line, **facts)]
-        repeated = (shape for shape in one if other[shape] > one[shape])
-        header = shape_of(texts[0][0])  # a line of its own for each start
-        if twice := next((shape for shape in repeated if shape != header), None):
+        if twice := next((shape for shape in one if other[shape] > one[shape]), None):
             facts |= {"fewer": len(texts[0]), "twice": last_like(resumed, twice)}
             return [warning(LOGS, Sentence.LINES_TWICE, times=other[twice], **facts)]
         lines, files = lines + len(resumed), files + 1

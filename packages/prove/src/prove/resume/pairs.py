@@ -6,7 +6,14 @@ from typing import Any
 
 from prove.rank_record import RankRecord
 from prove.resume.record import StepStart
-from prove.resume.runs import ResumeRuns, Run, WrittenFile, checkpoints, ends_of_epochs
+from prove.resume.runs import (
+    ResumeRuns,
+    Run,
+    WrittenFile,
+    checkpoints,
+    ends_of_epochs,
+    order_of_checkpoints,
+)
 
 TIME = re.compile(r"\d+(:\d\d)+(\.\d+)?")  # as 0:26 or 0:00:26, in printed text
 LIMIT = 1e-7  # relative; a larger difference is one, unless the control differs as much
@@ -100,7 +107,7 @@ class Pairs:
 
 
 def newest_of(files: list[WrittenFile]) -> WrittenFile:
-    return max(files, key=lambda file: (file.steps_before, not file.is_best, file.modified))
+    return max(files, key=order_of_checkpoints)
 
 
 def seconds_of(runs: Iterable[Run]) -> float:

@@ -320,7 +320,12 @@ def checkpoints(run: Run) -> list[WrittenFile]:
         file for file in run.written.values()
         if file.steps_before and not file.is_text and EVENTS_OF_TENSORBOARD not in file.path
     ]  # fmt: skip
-    return sorted(files, key=lambda file: (file.steps_before, not file.is_best, file.modified))
+    return sorted(files, key=order_of_checkpoints)
+
+
+def order_of_checkpoints(file: WrittenFile) -> tuple:
+    """Put the last one last: of those after the same step not the best, and rank 0's."""
+    return file.steps_before, not file.is_best, 0 in file.ranks, file.modified
 
 
 class SavePoint(NamedTuple):
