@@ -269,13 +269,14 @@ def saved_epoch_row(pairs: Pairs) -> ReportRow:
     """Compare the number of the epoch in what both runs save next."""
     for one, other in zip(pairs.straight.parts, pairs.resumed.parts, strict=False):
         saved = [each for each in one.saves if each.steps_before > pairs.k]
-        again = {each.steps_before + pairs.k: each for each in other.saves if each.steps_before}
-        for wanted in saved:
-            given = again.get(wanted.steps_before)
+        again = [each for each in other.saves if each.steps_before]
+        if [each.steps_before for each in saved] != [each.steps_before + pairs.k for each in again]:
+            continue
+        for wanted, given in zip(saved, again, strict=True):
             for name, epoch in wanted.content.items():
-                found = given.content.get(name) if given else None
+                found = given.content.get(name)
                 is_epoch = "epoch" in name.rpartition(".")[2].lower() and type(epoch) is int
-                if given is None or not is_epoch or type(found) is not int:
+                if not is_epoch or type(found) is not int:
                     continue
                 facts = {"name": name, "epoch": found}
                 if found == epoch:
