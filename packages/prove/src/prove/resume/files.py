@@ -51,8 +51,7 @@ class Sentence(Reason):
     )
     CANNOT_READ = (
         "the run that reads the checkpoint ends with {message}",
-        "save tensors, numbers, texts, lists and dicts only; or load it with weights_only=False if "
-        "you trust the file",
+        "save tensors, numbers, texts, lists and dicts only, which torch.load trusts",
     )
     RESUMED_HANGS = (
         "the resumed run hangs: {doing}",
