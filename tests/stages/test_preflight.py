@@ -143,7 +143,7 @@ SCENES = {
         ("", "export RANK=0"), (rf"two processes are rank 0, one of them on {re.escape(B)}",)
     ),
     "two processes of another rank": Scene(
-        ("", 'python "$0/preflight.py" > /dev/null 2>&1 &'),
+        ("", 'python "$0/preflight.py" > /dev/null 2>&1 & sleep 1'),
         (rf"two processes are rank 1, one of them on {re.escape(B)}",),
     ),
     "a slow link": Scene(("", SLOW), (r"slowest link 0\.0\d Gbit/s, from rank \d on node",)),
