@@ -5,6 +5,7 @@ firewall that drops packets, a cable that is slow, a process that is stopped. On
 GPUs are pretended. What a machine cannot do is skipped, with the reason.
 """
 
+import os
 import re
 import shutil
 import sys
@@ -27,6 +28,7 @@ A, B = "node0 (10.77.0.1)", "node1 (10.77.0.2)"
 # A host writes what its rank prints and, once it has ended by itself, its status.
 HOST = """
 hostname "node$NODE_RANK"
+mount -t tmpfs -o size=1g shm /dev/shm  # that of a container may be small
 export RANK=$NODE_RANK LOCAL_RANK=0 WORLD_SIZE=2 PYTHONPATH="$0/on_all"
 setup="SETUP_$NODE_RANK"
 eval "${!setup}"
@@ -239,6 +241,17 @@ def test_the_page_shows_what_it_finds():
         assert any(re.search(cause.partition("(.|")[0], line) for cause in causes), fault
 
 
+def has_memory_to_share() -> bool:
+    shm = os.statvfs("/dev/shm")
+    return shm.f_bavail * shm.f_frsize >= 512 * 2**20
+
+
+needs_shm = pytest.mark.skipif(
+    not has_memory_to_share(), reason="/dev/shm is below the 512 MB that preflight asks for"
+)
+
+
+@needs_shm
 def test_slurm_starts_it_as_it_is(slurm):  # noqa: F811
     _, ask = slurm
     output = ask("srun", "--nodes=2", "--ntasks=3", "--cpus-per-task=1", "python", PREFLIGHT)
@@ -247,6 +260,7 @@ def test_slurm_starts_it_as_it_is(slurm):  # noqa: F811
     assert "rank [1] of 2 did not come, here are rank 0 on node0" in output, output
 
 
+@needs_shm
 @pytest.mark.parametrize("command", [("torchrun", "--standalone", "--local-addr=127.0.0.1")])
 def test_torchrun_starts_it_on_one_machine(command):
     status, output = run(*command, "--nproc-per-node=2", PREFLIGHT)
@@ -275,6 +289,7 @@ def test_variables_that_make_no_sense_end_with_status_2(name, value, says):
     assert says in output
 
 
+@needs_shm
 def test_one_rank_is_ready_alone():
     status, output = run(sys.executable, PREFLIGHT, MASTER_PORT=free_port(), **RIGHT)
     assert status == 0, output

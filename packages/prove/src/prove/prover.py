@@ -33,7 +33,7 @@ from prove.rank_record import (
     ReplayVariant,
     RunOutcome,
 )
-from prove.runs import Runs, command_of_one_rank, failed
+from prove.runs import Runs, command_of_one_rank, failed, fails_by_itself
 from prove.watch.process_io import restore_files
 
 
@@ -65,10 +65,7 @@ class Prover:
             context = CheckContext(outcome)
             rows = rows_of_phase(Phase.ANY_RUN, context) + rows_of_phase(Phase.ALL_RECORDS, context)
             if not any(row.verdict == WRONG for row in rows):
-                error = error_of(outcome)
-                needs_gpu = not self.args.cpu and ("NVIDIA" in error or "CUDA" in error)
-                advice = "; --cpu runs it without a GPU for each rank" if needs_gpu else ""
-                raise NotJudgedError(f"the script fails by itself: {error}{advice}")
+                raise fails_by_itself(error_of(outcome), self.args.cpu)
         elif not any(
             record.step_count or record.loader_passes or record.model_calls for record in records
         ):

@@ -220,6 +220,13 @@ class Runs:
         return replay
 
 
+def fails_by_itself(error: str, on_cpu: bool) -> NotJudgedError:
+    """Make the error that says so, with advice if the script asks for a GPU."""
+    needs_gpu = not on_cpu and ("NVIDIA" in error or "CUDA" in error)
+    advice = "; --cpu runs it without a GPU for each rank" if needs_gpu else ""
+    return NotJudgedError(f"the script fails by itself: {error}{advice}")
+
+
 def failed(outcome: RunOutcome) -> bool:
     """Did the script end with an error, other than by a hang?"""
     if outcome.hang or outcome.silent:

@@ -24,6 +24,7 @@ from prove.judge.wording import number_with_noun
 from prove.progress_line import ProgressLine
 from prove.rank_record import Ended, Mode, RankRecord, RunOutcome, Settings
 from prove.resume.record import ResumeRecord, Saved
+from prove.runs import MIN_BARE_SECONDS, failed, fails_by_itself
 from prove.watch.process_io import restore_files
 
 EPOCHS = 2  # of the straight run
@@ -31,7 +32,6 @@ EPOCHS_IF_RARELY_SAVED = 5  # if two epochs save nothing
 OTHER_SEED = 77  # is added to the seed, for the process that resumes
 MOST_OF_AN_EPOCH = 4  # times --batches: a longer epoch is not run to its end after a stop inside
 STEPS_OF_NEXT_EPOCH = 2  # and then, so many steps show whether it begins well
-MIN_BARE_SECONDS = 20.0  # time that a script gets to fail by itself
 LONGEST_TEXT = 1_000_000  # bytes; longer logs are not compared
 CHECKPOINT, FOLDER = "{checkpoint}", "{folder}"  # in the command that resumes
 BEST = re.compile(r"(^|[^a-z])best([^a-z]|$)", re.I)
@@ -198,9 +198,7 @@ class ResumeRuns:
             error = error_of(run.outcome)
             if self.runs_by_itself(run):
                 raise NotObservedError(error)
-            needs_gpu = not self.args.cpu and ("NVIDIA" in error or "CUDA" in error)
-            advice = "; --cpu runs it without a GPU for each rank" if needs_gpu else ""
-            raise NotJudgedError(f"the script fails by itself: {error}{advice}")
+            raise fails_by_itself(error, self.args.cpu)
         if not run.steps:
             raise NotJudgedError(
                 "no optimizer step was made: is there a checkpoint of a whole run? Move it away"
@@ -212,19 +210,18 @@ class ResumeRuns:
             )
         return run
 
-    def runs_by_itself(self, failed: Run) -> bool:
+    def runs_by_itself(self, watched: Run) -> bool:
         """Does the script run well while nobody watches it, a little longer than it ran here?"""
         folder = tempfile.mkdtemp(prefix="prove-")
         settings = replace(self.settings, mode=Mode.BARE, folder=folder)
-        seconds = max(MIN_BARE_SECONDS, 3 * failed.outcome.seconds)
+        seconds = max(MIN_BARE_SECONDS, 3 * watched.outcome.seconds)
         try:
             command, timeout = self.args.command, self.args.timeout
             outcome = processes.run_command(command, settings, timeout, seconds)
         finally:
             restore_files(Path(folder))
             shutil.rmtree(folder, ignore_errors=True)
-        ended = [record.ended == Ended.WITH_ERROR for record in outcome.records]
-        return not outcome.status and not any(ended)
+        return not failed(outcome)
 
     def run_straight_until_it_saves(self) -> Run:
         """Make the straight run; longer if it saves nothing in two epochs."""
