@@ -87,6 +87,7 @@ class LoopFeeder:
         self.steps = min(record.step_count for record in records)
         self.differing = differing_statistics([record.statistics for record in records])
         self.local_counts: set[float] = set()  # counts of samples, rows or elements of one rank
+        self.steps_replaced: set[int] = set()  # in which this rank got rows that it had not read
         self.sizes: list[int] = []  # number of samples of each rank at the last gradient input
         if settings.mode == Mode.SEQUENCE and self.gradient_inputs_of_ranks:
             self.check_sequence()
@@ -124,6 +125,7 @@ class LoopFeeder:
         return own if are_close(own, merged) else self.like(own, merged)
 
     def like(self, own: Tensor, value: Tensor) -> Tensor:
+        self.steps_replaced.add(self.run.record.step_count)
         return self.feeder.cast(value.to(own.device))
 
     def begin_draws(self, forward: int) -> None:
@@ -156,6 +158,9 @@ class LoopFeeder:
         changed = {}
         for position, own in enumerate(values):
             column = [each.values[position] for each in found]
+            if key.name.endswith("backward"):
+                self.check_handmade_gradient(own, column, found)
+                continue
             new = self.value_of(own, column, found, key.name.endswith("model"))
             if new is not own:
                 changed[id(own)] = new
@@ -197,6 +202,24 @@ class LoopFeeder:
         note(DataFinding.LATE_INPUT if is_input else DataFinding.LATE, at)
         return self.like(own, merged)
 
+    def check_handmade_gradient(self, own: Tensor, column: list, found: list[GradientInput]) -> None:
+        """Check that a gradient which the script gives to backward was made from the merged data.
+
+        Its length stays the script's: it may be multiplied by the number of ranks. If this rank has
+        read the rows of all ranks by itself, it made the gradient from them, whatever it is.
+        """
+        is_common = all(are_close(part, column[0]) for part in column)
+        if is_common or self.run.record.step_count not in self.steps_replaced:
+            return
+        try:
+            merged = merge(column, [each.size for each in found]).to(own.dtype)
+        except CannotMergeError:
+            merged = own.new_empty(0)
+        is_multiple = own.shape == merged.shape and bool(merged.any())
+        if is_multiple:
+            is_multiple = are_close(own, merged * ((own * merged).sum() / (merged**2).sum()))
+        self.watcher.note(DataFinding.GIVEN if is_multiple else DataFinding.NOT_GIVEN, source_line())
+
     def note_difference(self, statistics: list[str], at: str) -> None:
         if statistics:
             self.watcher.note(DataFinding.STATISTIC, statistics[0])
@@ -221,8 +244,9 @@ class LoopFeeder:
 
 def merge(values: list[Tensor], sizes: list[int]) -> Tensor:
     """Interleave the rows of all ranks; raise CannotMergeError if these are not samples."""
-    shapes = {value.shape[1:] for value in values}
-    if any(not value.ndim for value in values) or len(shapes) > 1:
+    # Where the original calls other functions, a number may stand in a tensor's place.
+    are_rows = all(isinstance(value, Tensor) and value.ndim for value in values)
+    if not are_rows or len({value.shape[1:] for value in values}) > 1:
         raise CannotMergeError("other shapes on each rank")
     return interleave(values, sizes)
 

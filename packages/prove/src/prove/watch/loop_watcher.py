@@ -41,7 +41,8 @@ from prove.watch.rank_run import (
 )
 
 READS = {"__getitem__", "index_select"}
-MAKES = {"stack", "cat", "concat", "as_tensor", "tensor", "from_numpy", "asarray"}
+PUTS_TOGETHER = {"stack", "cat", "concat"}
+MAKES = {*PUTS_TOGETHER, "as_tensor", "tensor", "from_numpy", "asarray"}
 DRAWS = {"randn", "rand", "randint", "randn_like", "rand_like", "randint_like", "normal"}
 STATISTICS = {"mean", "std", "var", "std_mean", "var_mean", "amax", "amin", "median", "quantile"}
 SUMS = {"sum", "count_nonzero"}  # count as statistics if they sum over all elements
@@ -249,6 +250,7 @@ class LoopWatcher:
             values += [part for part in args if is_number(part)]
         if values:
             changed = self.record_or_match(name, values, None)
+            self.note_handmade_gradient(name)
             args = replace_parts(args, changed)
             kwargs = {key: replace_parts(value, changed) for key, value in kwargs.items()}
         before = random_state.state_digests()
@@ -320,6 +322,19 @@ class LoopWatcher:
         for tensor in tensors_in([outputs]) if key else []:
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda gradient: self.note_training(key))
+
+    def note_handmade_gradient(self, name: str) -> None:
+        """Note that a gradient which the script gives to backward trains, whatever made it.
+
+        What was put together from outputs of the model is no source of it: given that of all ranks,
+        a replay would be right also where each rank has computed it wrongly.
+        """
+        key = self.open_gradient_input
+        if name == "backward" and key in self.gradient_inputs:
+            made = self.gradient_inputs[key]
+            read = [source for source in made.sources if source.name not in PUTS_TOGETHER]
+            self.gradient_inputs[key] = made._replace(sources=read)
+            self.note_training(key)
 
     def note_training(self, key: CallKey | None) -> None:
         if key in self.gradient_inputs:
