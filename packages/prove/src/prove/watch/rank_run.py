@@ -33,6 +33,7 @@ from prove.rank_record import (
     RankFile,
     RankRecord,
     Settings,
+    SourceLine,
     end_process,
 )
 
@@ -104,7 +105,7 @@ def source_line(frame: FrameType | None = None, outside: str = "") -> str:
     """Find the innermost line of the user's code, outside of functions named `outside`."""
     for file, line, function in callers(frame):
         if is_user_file(file) and function != outside:
-            return f"{os.path.relpath(file)}:{line}"
+            return SourceLine(f"{os.path.relpath(file)}:{line}")
     return "?"
 
 
@@ -270,6 +271,7 @@ class RankRun:
         if cut and "StopIteration" in f"{type(error).__name__} {error}":
             self.end_early()  # the script asked for more batches than it gets
         frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_file(f.filename)]
-        at = f"{os.path.relpath(frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
+        last = frames[-1] if frames else None
+        at = SourceLine(f"{os.path.relpath(last.filename)}:{last.lineno}") if last else "?"
         self.record.error = RaisedError(type(error).__name__, str(error)[:500], at, time.time())
         self.write(Ended.WITH_ERROR)
