@@ -62,7 +62,7 @@ def annotations(
         else:
             continue
         parts = [row.evidence, f"-> {row.cure}" * bool(row.cure)]
-        parts.append(explain_command(row.link) * bool(row.link))
+        parts.append(f"More: {explain_command(row.link)}" * bool(row.link))
         text = "\n".join(filter(None, parts))
         commands.append(annotation(level, f"prove: {row.check}", text, row.lines[:1], root))
     return commands
