@@ -1,5 +1,7 @@
 """The table on GitHub: notes at the lines of the script, and a summary in Markdown."""
 
+import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,8 +11,9 @@ from prove.checks import accumulation, order_of_an_epoch
 from prove.formats import annotations, as_markdown
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.table import ReplayCheck, not_seen, right, warning, wrong
+from prove.options import parse_args
 from prove.rank_record import SourceLine
-from prove_cases import planted
+from prove_cases import PACKAGE, planted
 from prove_runs import TORCHRUN, run
 
 RIGHT = right(order_of_an_epoch.NAME, order_of_an_epoch.Sentence.ORDER_CHANGES)
@@ -24,6 +27,8 @@ WRONG = wrong(
     kind="KeyError", at=SourceLine("train.py:7"), message=MESSAGE,
 )  # fmt: skip
 UNKNOWN = not_seen(ReplayCheck.ONE_RANK, ReplayReason.WHICH_COMMAND)
+PAGE = (PACKAGE / "README.md").read_text()
+[COMMAND_OF_PAGE] = re.findall(r"- run: python -m prove (.*)", PAGE)
 
 
 def test_a_row_that_is_wrong_or_a_warning_becomes_a_command_of_github_with_its_line():
@@ -57,15 +62,14 @@ def test_the_words_of_a_script_are_no_markdown():
 
 
 def test_github_gets_notes_at_the_lines_of_its_files_and_a_summary(tmp_path: Path):
-    """The script lies in a folder of the repository. The control: the usual table has none."""
+    """By the command of the page, in a folder of the repository. The control: the usual table."""
     folder, summary = tmp_path / "src", tmp_path / "summary.md"
     folder.mkdir()
     source = planted(("sampler.set_epoch(epoch)", "pass"))
     (folder / "train.py").write_text(source)
     number = next(n for n, line in enumerate(source.splitlines(), 1) if "DataLoader(train_" in line)
     on_github = {"GITHUB_WORKSPACE": str(tmp_path), "GITHUB_STEP_SUMMARY": str(summary)}
-    command = (*TORCHRUN, "train.py")
-    ended = run(folder, "--format=github", *command, **on_github)
+    ended = run(folder, *shlex.split(COMMAND_OF_PAGE), **on_github)
     [note] = [line for line in ended.stdout.splitlines() if line.startswith("::")]
     assert note.startswith(f"::error file=src/train.py,line={number},title=prove%3A order of an")
     assert note.endswith("%0AMore: python -m prove --explain every-epoch-has-the-same-order")
@@ -73,6 +77,7 @@ def test_github_gets_notes_at_the_lines_of_its_files_and_a_summary(tmp_path: Pat
     text = summary.read_text()
     assert "\n| **WRONG** | order of an epoch | epochs 1 and 2 have the same order" in text
     assert "<summary>Every epoch has the same order</summary>" in text
+    command = (*TORCHRUN, "train.py")
     ended = run(folder, "--format=markdown", *command, **on_github)
     assert ended.stdout.splitlines()[0] == "### prove"
     assert summary.read_text() == text
@@ -87,3 +92,15 @@ def test_github_is_told_why_nothing_could_be_judged(tmp_path: Path):
     assert ended.stdout == "::error title=prove::train.py: no such script\n"
     assert summary.read_text() == "### prove\n\ntrain.py: no such script\n\n"
     assert ended.returncode == 2
+
+
+def test_the_workflow_of_the_page_installs_this_package_and_runs_this_program():
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML")
+    [text] = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
+    job = yaml.safe_load(text)["jobs"]["prove"]
+    install, proof = (step["run"] for step in job["steps"] if "run" in step)
+    name, address = shlex.split(install)[-1].split(" @ ")
+    assert f'name = "{name}"' in (PACKAGE / "pyproject.toml").read_text()
+    assert address.endswith(f"#subdirectory=packages/{PACKAGE.name}")
+    assert proof == f"python -m prove {COMMAND_OF_PAGE}"
+    assert parse_args(shlex.split(COMMAND_OF_PAGE)).command == [*TORCHRUN, "train.py"]

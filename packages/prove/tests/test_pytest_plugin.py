@@ -1,6 +1,7 @@
 """The fixture that pytest finds once prove is installed, in the tests of a script's project."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +13,8 @@ import prove.api
 from prove import pytest_plugin
 from prove.checks import SENTENCES
 from prove.errors import NotJudgedError
-from prove_cases import planted
-from prove_runs import run
+from prove_cases import PACKAGE, planted
+from prove_runs import one_line, run
 
 pytest_plugins = ["pytester"]
 NO_SET_EPOCH = ("sampler.set_epoch(epoch)", "pass")
@@ -63,6 +64,18 @@ def test_a_test_says_why_a_script_was_not_judged(outcome, pytester):
     printed = outcome('prove("train.py", cpu=False)')
     assert "not judged: the script fails by itself: ValueError: my own mistake" in printed
     assert "a list is a whole command" in outcome('prove(["torchrun", "train.py"], "--epochs")')
+
+
+def test_the_page_shows_what_pytest_prints(outcome, pytester):
+    page = (PACKAGE / "README.md").read_text()
+    [test] = re.findall(r"```python\n(def test_.*?)```", page, re.S)
+    [shown] = re.findall(r"```text\n(_+ test_ddp _+\n.*?)```", page, re.S)
+    script = (PACKAGE / "examples/two_mistakes.py").read_text()
+    (pytester.path / "train.py").write_text(script)
+    printed = one_line(outcome(test.splitlines()[1].strip()))
+    assert test.splitlines()[0] == "def test_ddp(prove):"
+    for part in shown.split("...\n"):
+        assert one_line(part) in printed
 
 
 class CalledError(Exception):
