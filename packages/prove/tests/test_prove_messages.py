@@ -237,3 +237,28 @@ def test_a_transform_of_the_data_is_no_layer_of_the_model(prove_script):
     ended = prove_script(source.replace(".mean()", ".sum().div((x > 0).sum())"))
     assert verdict(ended, "one rank") == "WRONG"
     assert "its layers give the same on one rank" in one_line(ended.stdout)
+
+
+LEAVES = """
+import os
+os.makedirs("runs", exist_ok=True)
+os.chdir("runs")
+from layers import Layer
+"""
+LAYER = """
+import torch
+class Layer(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) - torch.rand(())
+"""
+
+
+def test_a_line_is_named_from_the_folder_of_the_user_though_the_script_has_left_it(
+    prove_script, tmp_path
+):
+    (tmp_path / "layers.py").write_text(LAYER)
+    ended = prove_script(training_of("DistributedDataParallel(Layer(8, 8))", LEAVES))
+    assert "layers.py:5" in ended.stdout
+    assert "../layers.py" not in ended.stdout
+    assert "train.py:" in ended.stdout
+    assert "../train.py" not in ended.stdout

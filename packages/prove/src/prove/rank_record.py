@@ -118,6 +118,7 @@ class Flag(Enum):
     BATCHNORM_ROWS_GUESSED = auto()  # samples have several rows, in an order that is only assumed
 
 
+STARTED_IN = "PROVE_STARTED_IN"  # variable of each rank: the folder where prove was started
 SECONDS_PER_BEAT = 0.2  # interval at which ranks write and prove reads the records
 MAX_COLLECTIVES = 4000  # further calls are not recorded
 EVALUATION_FACTOR = 4  # an evaluation gets this many times the --batches of training
