@@ -14,6 +14,8 @@
     checks/        checks of the run of all ranks: one module for each
     judge/         questions that several checks ask, the judges of a replay, and the table
     resume/        --resume: a run that was stopped, beside one that was not
+    formats.py     the table for GitHub, and in Markdown; cures.py, what --explain prints
+    api.py         the table as a value, and pytest_plugin.py, the fixture of a test
 
 A check both watches and judges. Otherwise, watch/ and judge/ do not import each other.
 """
