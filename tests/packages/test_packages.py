@@ -138,7 +138,22 @@ def test_the_environment_has_torch_and_nothing_of_the_course(run):
     assert run("python", "-c", find.format(names)).stdout.split() == ["torch", "prove", "shm"]
 
 
-def test_prove_judges_a_script_there_and_its_links_lead_to_a_page_that_came_along(run, tmp_path):
+FIND_PLUGIN = """
+from importlib.metadata import entry_points
+from pathlib import Path
+import prove
+for entry in entry_points(group="pytest11"):
+    print(entry.name, entry.value, Path(prove.__file__).with_name("pytest_plugin.py").exists())
+"""
+
+
+def test_pytest_would_find_the_fixture_of_prove_which_needs_no_pytest_there(run):
+    assert run("python", "-c", FIND_PLUGIN).stdout == "prove prove.pytest_plugin True\n"
+
+
+def test_prove_judges_a_script_there_and_explains_its_cures_by_a_page_that_came_along(
+    run, tmp_path
+):
     """The script has one mistake, so the other rows say that it is right."""
     (tmp_path / "train.py").write_text(SCRIPT.replace("sampler.set_epoch(epoch)", "pass"))
     judged = run(
@@ -146,8 +161,8 @@ def test_prove_judges_a_script_there_and_its_links_lead_to_a_page_that_came_alon
     )
     assert re.search("^right +one rank", judged.stdout, re.M), judged.stdout + judged.stderr
     assert judged.returncode == 1
-    [page] = re.findall(r"\((\S+)#every-epoch-has-the-same-order\)", judged.stdout)
-    assert "## Every epoch has the same order" in (tmp_path / page).read_text()
+    [words] = re.findall(r"\(python (-m prove --explain .*)\)", judged.stdout)
+    assert run("python", *words.split()).stdout.startswith("## Every epoch has the same order")
 
 
 def test_a_script_runs_over_shm_there(run):

@@ -1,14 +1,20 @@
 """prove replays the samples of all ranks, and judges how a script deals them out and evaluates."""
 
 import random
+import re
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import islice, product
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from evidence.changes import replace_once
+from evidence.planted import right_script
+from prove.checks.samples import SHARD_STREAM
 from prove.random_state import worker_drew
 from prove.watch.data import fingerprint
 from prove_cases import planted, training_of
@@ -480,3 +486,30 @@ def test_a_share_that_each_rank_mixes_with_is_no_coin(prove_script):
     leaves += "        if dist.get_rank(): numpy.random.rand()\n"
     stdout = prove_script(leaves).stdout
     assert "the same for their whole batches at first" in stdout, stdout
+
+
+SPLIT = """ranks, workers, rank, source = self.world_size, parts, self.rank, points
+        worker = worker.id if worker else 0
+        return """
+
+
+def test_the_printed_split_of_a_stream_gives_each_sample_to_one_worker_of_one_rank(prove_script):
+    """Two workers on two ranks. The control splits by rank alone, so each sample comes twice."""
+    [printed] = re.findall(r"islice\(.*\)", SHARD_STREAM)
+    script = right_script("iterable")
+    [old] = re.findall(r"part = self.rank .*\n.*", script)
+    for call, times, expected in (
+        (printed, 1, ("no row", "right")),
+        ("islice(source, rank, None, ranks)", 2, ("WRONG", "right")),
+    ):
+        names = {"islice": islice, "source": range(96), "ranks": 2, "workers": 2}
+        read: Counter[int] = Counter()
+        for rank, worker in product(range(2), repeat=2):
+            place = {"rank": rank, "worker": worker}
+            read.update(eval(call, names | place))  # noqa: S307  a text of ours
+        assert read == dict.fromkeys(range(96), times)
+        changes = (old, SPLIT + call), ("WORKERS = 96, 0", "WORKERS = 96, 2")
+        ended = prove_script(replace_once(script, *changes))
+        found = verdict(ended, "workers").split(":")[0], verdict(ended, "one rank")
+        assert found == expected
+        assert (printed in one_line(ended.stdout)) == (times == 2), "the cure names the right one"

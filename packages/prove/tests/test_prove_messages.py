@@ -3,18 +3,20 @@
 import json
 import os
 import re
+import sys
 import tty
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from prove.__main__ import main
 from prove.checks import SENTENCES, order_of_an_epoch
+from prove.cures import all_cures
 from prove.judge import rank_exits, replay_checks, table, wording
 from prove.judge.reasons import Phrase
 from prove.judge.replay_reasons import ReplayReason
-from prove.rank_record import Ended, RaisedError, RankRecord, RunOutcome
-from prove_cases import PACKAGE, planted, training_of
+from prove.rank_record import Ended, RaisedError, RankRecord, RunOutcome, SourceLine
+from prove_cases import planted, training_of
 from prove_runs import (
     SECONDS,
     TORCHRUN,
@@ -121,12 +123,10 @@ def test_if_nothing_can_be_judged_one_line_says_why(source, message, prove_scrip
     assert message in last
 
 
-def test_every_cure_links_to_a_heading_that_exists():
+def test_every_cure_that_says_more_has_a_heading_that_exists():
     links = {reason.link for reason in SENTENCES.values()} - {""}
-    headings = re.findall(r"^#+ (.+)$", table.PAGE.read_text(), re.M)
-    anchors = {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
     assert len(links) >= 8
-    assert links - anchors == set()
+    assert links - all_cures().keys() == set()
 
 
 def test_a_row_that_was_written_as_json_says_the_same_again():
@@ -137,9 +137,12 @@ def test_a_row_that_was_written_as_json_says_the_same_again():
         for n in range(2, 7)
     ]
     row = table.warning("printed numbers", ReplayReason.NUMBERS_DIFFER, numbers=differing)
-    row = replace(row, also=({"numbers": differing[:1]},))
+    here, there = SourceLine("train.py:7"), SourceLine("src/loops.py:12")
+    also = {"numbers": [{**differing[0], "at": here}]}, {"numbers": [{**differing[0], "at": there}]}
+    row = replace(row, also=({"numbers": differing[:1]}, *also))
     again = table.ReportRow.from_json(json.loads(json.dumps(row.as_json())), SENTENCES)
     assert (again.evidence, again.cure, again.link) == (row.evidence, row.cure, row.link)
+    assert [(at.file, at.line) for at in again.lines] == [("train.py", 7), ("src/loops.py", 12)]
     assert "on 4 ranks and 0.5 on one (?) and 2 more; after the same steps, loss" in row.evidence
 
 
@@ -158,15 +161,19 @@ def test_a_reason_writes_its_facts_as_numbers_with_nouns_lists_and_shares():
         written("{steps} steps", step=1)
 
 
-def test_a_link_leads_to_the_page_from_the_folder_of_the_user(tmp_path, monkeypatch):
+def test_the_command_below_a_cure_prints_all_of_it(tmp_path, capsys, monkeypatch):
+    """From any folder: the page lies in the package. The control asks for another name."""
     facts = {"at": "train.py:1", "sampler": "RandomSampler"}
     rows = [table.wrong("order of an epoch", order_of_an_epoch.Sentence.EPOCH_NOT_SET, **facts)]
-    page = PACKAGE / "src" / "prove" / "cures.md"
-    for folder, is_inside in ((PACKAGE, True), (tmp_path, False)):
-        monkeypatch.chdir(folder)
-        [path] = re.findall(r"\((\S+)#every-epoch-has-the-same-order\)", table.format_table(rows))
-        assert Path(path).samefile(page)
-        assert Path(path).is_absolute() != is_inside
+    [words] = re.findall(r"\(python -m prove (.*)\)", table.format_table(rows))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["prove", *words.split()])
+    assert main() == 0
+    assert capsys.readouterr().out.startswith("## Every epoch has the same order\n")
+    monkeypatch.setattr(sys, "argv", ["prove", "--explain", "another"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "'every-epoch-has-the-same-order'" in capsys.readouterr().err
 
 
 def test_the_error_of_a_rank_is_told_and_not_that_of_its_launcher():
@@ -230,3 +237,28 @@ def test_a_transform_of_the_data_is_no_layer_of_the_model(prove_script):
     ended = prove_script(source.replace(".mean()", ".sum().div((x > 0).sum())"))
     assert verdict(ended, "one rank") == "WRONG"
     assert "its layers give the same on one rank" in one_line(ended.stdout)
+
+
+LEAVES = """
+import os
+os.makedirs("runs", exist_ok=True)
+os.chdir("runs")
+from layers import Layer
+"""
+LAYER = """
+import torch
+class Layer(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) - torch.rand(())
+"""
+
+
+def test_a_line_is_named_from_the_folder_of_the_user_though_the_script_has_left_it(
+    prove_script, tmp_path
+):
+    (tmp_path / "layers.py").write_text(LAYER)
+    ended = prove_script(training_of("DistributedDataParallel(Layer(8, 8))", LEAVES))
+    assert "layers.py:5" in ended.stdout
+    assert "../layers.py" not in ended.stdout
+    assert "train.py:" in ended.stdout
+    assert "../train.py" not in ended.stdout

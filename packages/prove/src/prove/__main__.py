@@ -14,6 +14,8 @@
     checks/        checks of the run of all ranks: one module for each
     judge/         questions that several checks ask, the judges of a replay, and the table
     resume/        --resume: a run that was stopped, beside one that was not
+    formats.py     the table for GitHub, and in Markdown; cures.py, what --explain prints
+    api.py         the table as a value, and pytest_plugin.py, the fixture of a test
 
 A check both watches and judges. Otherwise, watch/ and judge/ do not import each other.
 """
@@ -28,23 +30,20 @@ from argparse import Namespace
 from pathlib import Path
 
 from prove import processes
+from prove.cures import all_cures
 from prove.errors import ExitStatus, NotJudgedError, NotObservedError
+from prove.formats import Format, annotation, annotations, append_summary, as_markdown
 from prove.judge.table import (
     WARNING,
     WRONG,
     ReplayCheck,
     ReportRow,
     format_table,
+    last_line,
     unproven_checks,
 )
-from prove.judge.wording import number_with_noun
 from prove.options import parse_args
 
-PROOF_OF: dict[str, str] = {
-    ReplayCheck.ONE_RANK: "what is averaged",
-    ReplayCheck.ORIGINAL: "the conversion",
-}
-RESUMING = "what a resumed run goes on with"
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -108,8 +107,22 @@ def unproven_of(args: Namespace, rows: list[ReportRow]) -> list[str]:
     return unproven_checks(rows, proof)
 
 
+def print_table(args: Namespace, rows: list[ReportRow], ending: str, unproven: list[str]) -> None:
+    """Print the table as --format asks for it, and its last line."""
+    markdown = as_markdown(rows, ending)
+    print(markdown if args.format == Format.MARKDOWN else f"{format_table(rows)}\n\n{ending}")
+    if args.format == Format.GITHUB:
+        root, missing = os.environ.get("GITHUB_WORKSPACE", ""), unproven * (not args.allow_unproven)
+        print(*annotations(rows, missing, args.strict, root), sep="\n")
+        append_summary(markdown)
+    sys.stdout.flush()
+
+
 def main() -> int:
     args, began = parse_args(), time.monotonic()
+    if args.explain:
+        print(all_cures()[args.explain])
+        return ExitStatus.PROVEN
     for number in STOPPING:
         signal.signal(number, stop)
     is_torchrun = (
@@ -128,26 +141,20 @@ def main() -> int:
     if error:
         write_json(args.json, rows, [], error)
         if rows:
-            print(format_table(rows))
-            print(f"\n{len(rows)} checks so far: {error}", flush=True)
+            print_table(args, rows, f"{len(rows)} checks so far: {error}", [])
         elif status > 128:
             error += ", before anything was known"
+        if args.format == Format.GITHUB:
+            print(annotation("error", "prove", error), flush=True)
+            append_summary(as_markdown([], error) * (not rows))
         print_to_stderr(f"error: {error}")
         return status
     unproven = unproven_of(args, rows)
     write_json(args.json, rows, unproven, "")
-    print(format_table(rows))
-    wrong, warned = (sum(row.verdict == each for row in rows) for each in (WRONG, WARNING))
-    found, ending = f"{wrong} WRONG", ""
-    if warned:
-        found += f" and {number_with_noun(warned, 'warning')}"
-        if args.strict:
-            ending = "; --strict counts warnings as WRONG"
-    if unproven:
-        unknown = " and ".join(dict.fromkeys(PROOF_OF.get(each, RESUMING) for each in unproven))
-        ending += f"; nothing is proven about {unknown}: see {' and '.join(unproven)}"
-    print(f"\n{found} of {len(rows)} checks, in {time.monotonic() - began:.0f} s{ending}")
-    if wrong or (args.strict and warned):
+    seconds = time.monotonic() - began
+    print_table(args, rows, last_line(rows, unproven, args.strict, seconds), unproven)
+    verdicts = {row.verdict for row in rows}
+    if WRONG in verdicts or (args.strict and WARNING in verdicts):
         return ExitStatus.IS_WRONG
     return ExitStatus.NOTHING_PROVEN if unproven and not args.allow_unproven else ExitStatus.PROVEN
 

@@ -4,11 +4,12 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from prove.errors import ExitStatus, NotJudgedError, NotObservedError
-from prove.judge.table import WARNING, WRONG, ReportRow
+from prove.judge.table import WARNING, WRONG, ReportRow, format_table, last_line
 
 
 @dataclass
@@ -42,9 +43,17 @@ class Result:
         """
         return not (self.wrong or self.unproven or (self.strict and self.warnings))
 
+    def __str__(self) -> str:
+        """Return the table, with its last line, as `python -m prove` prints it."""
+        return f"{format_table(self.rows)}\n\n{last_line(self.rows, self.unproven, self.strict)}"
 
-def check(command: list[str], *options: str, strict: bool = False) -> Result:
+
+def check(
+    command: Sequence[str], *options: str, strict: bool = False, cwd: str | Path | None = None
+) -> Result:
     """Run `python -m prove OPTIONS COMMAND` in a process of its own; return what it finds.
+
+    cwd: the folder in which it runs; by default, the current one.
 
     Raises NotJudgedError if the script cannot be found, fails by itself, or trains nothing, and its
     subclass NotObservedError if prove itself fails.
@@ -52,7 +61,7 @@ def check(command: list[str], *options: str, strict: bool = False) -> Result:
     with tempfile.TemporaryDirectory(prefix="prove-") as folder:
         file = Path(folder, "rows.json")
         line = [sys.executable, "-m", "prove", f"--json={file}", *options, *command]
-        ended = subprocess.run(line, capture_output=True, text=True)
+        ended = subprocess.run(line, capture_output=True, text=True, cwd=cwd)
         if not file.exists():
             raise NotJudgedError(ended.stderr.strip()[-500:])
         written = json.loads(file.read_text())

@@ -5,10 +5,15 @@ import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
 from pathlib import Path
 
+from prove.cures import all_cures
+from prove.formats import Format
+
 LAUNCHERS = ("torchrun", "python", "python3", "accelerate", "srun", "bash")
 DESCRIPTION = (
     "Is a script that trains on several GPUs right? It is run, observed, and replayed by one rank."
 )
+
+FORMATS = "markdown, for a pull request; github: notes at the lines of the script, and a summary"
 
 
 def parse_args(arguments: list[str] | None = None) -> Namespace:
@@ -25,11 +30,15 @@ def parse_args(arguments: list[str] | None = None) -> Namespace:
     add("--allow-unproven", action="store_true", help="exit with 0 also if nothing is proven")
     add("--strict", action="store_true", help="exit with 1 also if there are warnings")
     add("--json", type=Path, help="write the table here, too")
+    add("--format", choices=[*map(str, Format)], default=Format.TEXT, help=FORMATS)
+    add("--explain", choices=all_cures(), metavar="NAME", help="print a cure of the table in full")
     add("command", nargs=REMAINDER, help="torchrun ... train.py ...")
     words = sys.argv[1:] if arguments is None else arguments
     if "--resume" in words and Path([*words, ""][words.index("--resume") + 1]).name in LAUNCHERS:
         parser.error("the command after --resume needs quotes: --resume 'torchrun ... train.py'")
     args = parser.parse_args(arguments)
+    if args.explain:
+        return args
     if not args.command:
         parser.error("which command? python -m prove torchrun --nproc-per-node=2 train.py")
     if args.batches < 1:

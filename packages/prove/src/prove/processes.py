@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from prove.rank_record import (
     SECONDS_PER_BEAT,
+    STARTED_IN,
     Ended,
     Mode,
     RankRecord,
@@ -341,6 +342,7 @@ def run_command(
     """
     began = time.monotonic()
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PROVE": json.dumps(asdict(settings))}
+    environment[STARTED_IN] = os.getcwd()
     takes_all = settings.shares_out_cores and settings.mode in ONE_RANK_MODES
     if takes_all and environment["OMP_NUM_THREADS"].isdigit():
         threads = int(environment["OMP_NUM_THREADS"]) * settings.world_size

@@ -1,8 +1,8 @@
 """The record that each rank writes: all that the judges know about a run.
 
 A tensor is stored as two numbers, its Projection: see model_tensors.project. `source_line` is
-always a line of the user's code, such as train.py:73. `steps_before` counts the optimizer steps
-before it.
+always a line of the user's code, a SourceLine such as train.py:73, or "?" where none was found.
+`steps_before` counts the optimizer steps before it.
 """
 
 import os
@@ -19,6 +19,18 @@ class StrEnum(str, Enum):
     """An Enum whose members print as their text, as in Python's own StrEnum from 3.11 on."""
 
     __str__ = str.__str__
+
+
+class SourceLine(str):
+    """FILE:LINE in the user's code. Among the facts of a row, its type tells it from other text."""
+
+    @property
+    def file(self) -> str:
+        return self.rpartition(":")[0]
+
+    @property
+    def line(self) -> int:
+        return int(self.rpartition(":")[2])
 
 
 class Mode(StrEnum):
@@ -106,6 +118,7 @@ class Flag(Enum):
     BATCHNORM_ROWS_GUESSED = auto()  # samples have several rows, in an order that is only assumed
 
 
+STARTED_IN = "PROVE_STARTED_IN"  # variable of each rank: the folder where prove was started
 SECONDS_PER_BEAT = 0.2  # interval at which ranks write and prove reads the records
 MAX_COLLECTIVES = 4000  # further calls are not recorded
 EVALUATION_FACTOR = 4  # an evaluation gets this many times the --batches of training
@@ -494,6 +507,10 @@ def with_last_calls(record: RankRecord, file: Path) -> RankRecord:
     if record.ended != Ended.NOT_YET or not file.exists():
         return record
     calls = [Collective(*line.split("\t")) for line in file.read_text().splitlines()]
+    calls = [
+        call._replace(source_line=SourceLine(call.source_line)) if ":" in call.source_line else call
+        for call in calls
+    ]
     return replace(record, collectives=calls)
 
 

@@ -46,6 +46,7 @@ class EvaluatedModule(NamedTuple):
     """
 
     name: str  # such as "Sequential called at train.py:47"
+    source_line: str
     steps_before: int
     tensors: dict[str, Projection]
     buffers: list[str]  # names of the tensors that are buffers
@@ -53,7 +54,7 @@ class EvaluatedModule(NamedTuple):
 
 def watch(run: RankRun) -> None:
     evaluated = run.record.notes(EvaluatedModule)
-    # For each module, its name and the number of steps at which it was last recorded.
+    # For each module, where it was first called, and the number of steps at its last record.
     noted: WeakKeyDictionary[nn.Module, tuple[str, int]] = WeakKeyDictionary()
 
     def note(module: nn.Module, ddp: int | None) -> None:
@@ -61,12 +62,12 @@ def watch(run: RankRun) -> None:
         steps = run.record.step_count
         if not steps or (module.training and torch.is_grad_enabled()):
             return
-        name, last = noted.get(module, (f"{type(module).__name__} called at {source_line()}", 0))
+        at, last = noted.get(module, (source_line(), 0))
         if steps < 2 * last or len(evaluated) >= MAX_EVALUATED_MODULES:
             return
         if isinstance(module, nn.parallel.DistributedDataParallel) or is_divided(module):
             return
-        noted[module] = (name, steps)
+        noted[module] = (at, steps)
         held = run.models.steps.held_parameters()
         is_trained = any(id(p) in held for p in module.parameters())
         parameters = {} if is_trained else dict(module.named_parameters())
@@ -77,8 +78,9 @@ def watch(run: RankRun) -> None:
             if tensor.numel()
         }
         if tensors:
+            name = f"{type(module).__name__} called at {at}"
             names = [*map(without_wrappers, buffers)]
-            evaluated.append(EvaluatedModule(name, steps, tensors, names))
+            evaluated.append(EvaluatedModule(name, at, steps, tensors, names))
 
     run.events.module_calls.append(note)
 
@@ -93,7 +95,7 @@ def judge(context: CheckContext) -> list[ReportRow]:
         if apart:
             facts = {
                 "module": first.name, "apart": len(apart), "tensors": len(common), "names": apart,
-                "steps": first.steps_before,
+                "steps": first.steps_before, "at": first.source_line,
             }  # fmt: skip
             if {*apart} <= {*first.buffers}:
                 return [warning(NAME, Sentence.EVALUATED_BUFFERS_DIFFER, **facts)]

@@ -31,8 +31,9 @@ OVERLAP = (
 SHARED = "{share:.0%} of the first {seen} samples are those of another rank, by content "
 SHARED += f"({LOADER}; {{kind}})"
 SHARD = "DataLoader(dataset, sampler=DistributedSampler(dataset)), or split the data by rank"
-SHARD_STREAM = (
-    "split by rank and by worker in __iter__: islice(all_samples, rank, None, world_size)"
+SHARD_STREAM = (  # test_prove_data.py computes it
+    "split by rank and by worker in __iter__, from the same order in all workers of all ranks: "
+    "islice(source, worker * ranks + rank, None, ranks * workers)"
 )
 SAME_ORDER_FIRST = "before the split, shuffle files or samples with a seed that all ranks share, "
 SAME_ORDER_FIRST += "such as the epoch without the rank"

@@ -4,22 +4,20 @@ A row is a value: its verdict, its reason, and the facts with their numbers. Wor
 these last: each check and replay_reasons.py hold the sentences, and wording.py fills in the facts.
 """
 
-import os
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from prove.cures import explain_command
 from prove.judge.reasons import Reason
-from prove.judge.wording import Facts, in_words, join_names
-from prove.rank_record import StrEnum
+from prove.judge.wording import Facts, in_words, join_names, number_with_noun, texts_in, with_texts
+from prove.rank_record import SourceLine, StrEnum
 
 RIGHT, WRONG, WARNING, NOT_SEEN = "right", "WRONG", "warning", "not seen"
 ORDER = (WRONG, WARNING, RIGHT, NOT_SEEN)  # in the table
 WORST_FIRST = (WRONG, WARNING, NOT_SEEN, RIGHT)
 WIDTH, NAME_WIDTH, INDENT = 100, 22, " " * 10
-PAGE = Path(__file__).resolve().parents[1] / "cures.md"  # installed with the package
 
 
 class ReplayCheck(StrEnum):
@@ -34,6 +32,13 @@ class ReplayCheck(StrEnum):
     BATCHNORM = "batchnorm"
     SCHEDULE = "schedule"
     PRINTED_NUMBERS = "printed numbers"
+
+
+PROOF_OF: dict[str, str] = {
+    ReplayCheck.ONE_RANK: "what is averaged",
+    ReplayCheck.ORIGINAL: "the conversion",
+}
+RESUMING = "what a resumed run goes on with"
 
 
 @dataclass(frozen=True)
@@ -59,16 +64,24 @@ class ReportRow:
     def link(self) -> str:
         return self.reason.link
 
+    @property
+    def lines(self) -> list[SourceLine]:
+        """List the lines of the user's code among its facts, that of the cause first."""
+        texts = texts_in([self.facts, *self.also])
+        return list(dict.fromkeys(text for text in texts if isinstance(text, SourceLine)))
+
     def as_json(self) -> dict[str, Any]:
-        words = {"evidence": self.evidence, "cure": self.cure, "link": self.link}
+        lines = [{"file": each.file, "line": each.line} for each in self.lines]
+        words = {"evidence": self.evidence, "cure": self.cure, "link": self.link, "lines": lines}
         own = {"verdict": self.verdict, "check": self.check, "reason": self.reason.name}
         return own | words | {"facts": dict(self.facts), "also": [*map(dict, self.also)]}
 
     @classmethod
     def from_json(cls, row: dict[str, Any], sentences: dict[str, Reason]) -> "ReportRow":
         """Make a row from its JSON. sentences: all reasons of prove, by name."""
-        reason, also = sentences[row["reason"]], tuple(row["also"])
-        return cls(row["verdict"], row["check"], reason, row["facts"], also)
+        lines = [SourceLine(f"{each['file']}:{each['line']}") for each in row["lines"]]
+        facts, *also = (with_texts(each, lines) for each in (row["facts"], *row["also"]))
+        return cls(row["verdict"], row["check"], sentences[row["reason"]], facts, tuple(also))
 
 
 def right(check: str, reason: Reason, **facts: Any) -> ReportRow:
@@ -92,16 +105,15 @@ def worst(rows: list[ReportRow]) -> str:
     return min((row.verdict for row in rows), key=WORST_FIRST.index)
 
 
-def path_of_page() -> str:
-    """Return the path of cures.md, relative if it lies in the current folder."""
-    path = os.path.relpath(PAGE)
-    return str(PAGE) if path.startswith("..") else path
+def in_order(rows: list[ReportRow]) -> list[ReportRow]:
+    """Sort the rows as the table has them: what is WRONG comes first."""
+    return sorted(rows, key=lambda row: ORDER.index(row.verdict))
 
 
 def format_table(rows: list[ReportRow]) -> str:
     lines = []
     width = max([NAME_WIDTH, *(len(row.check) for row in rows)])
-    for row in sorted(rows, key=lambda row: ORDER.index(row.verdict)):
+    for row in in_order(rows):
         first = f"{row.verdict:9} {row.check:{width}} "
         body = textwrap.wrap(row.evidence, WIDTH - len(INDENT)) or [""]
         if len(body) == 1 and len(first + body[0]) <= WIDTH:
@@ -112,7 +124,7 @@ def format_table(rows: list[ReportRow]) -> str:
             continue
         cure = textwrap.wrap(f"-> {row.cure}", WIDTH - len(INDENT), subsequent_indent="   ")
         if row.link:
-            link = f"({path_of_page()}#{row.link})"
+            link = f"({explain_command(row.link)})"
             fits = len(f"{INDENT}{cure[-1]}  {link}") <= WIDTH
             cure[-1:] = [f"{cure[-1]}  {link}"] if fits else [cure[-1], f"   {link}"]
         lines += [INDENT + line for line in cure]
@@ -124,3 +136,20 @@ def unproven_checks(rows: list[ReportRow], checks: Sequence[str]) -> list[str]:
     decided = {row.check for row in rows if row.verdict in (RIGHT, WRONG)}
     decided -= {row.check for row in rows if row.verdict in (NOT_SEEN, WARNING)}
     return [check for check in checks if check not in decided]
+
+
+def last_line(
+    rows: list[ReportRow], unproven: Sequence[str], strict: bool, seconds: float | None = None
+) -> str:
+    """Count the rows, and say what is not proven. strict: warnings count as WRONG."""
+    wrong, warned = (sum(row.verdict == each for row in rows) for each in (WRONG, WARNING))
+    found, ending = f"{wrong} WRONG", ""
+    if warned:
+        found += f" and {number_with_noun(warned, 'warning')}"
+        if strict:
+            ending = "; --strict counts warnings as WRONG"
+    if unproven:
+        unknown = " and ".join(dict.fromkeys(PROOF_OF.get(each, RESUMING) for each in unproven))
+        ending += f"; nothing is proven about {unknown}: see {' and '.join(unproven)}"
+    duration = "" if seconds is None else f", in {seconds:.0f} s"
+    return f"{found} of {len(rows)} checks{duration}{ending}"

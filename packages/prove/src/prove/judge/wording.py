@@ -7,7 +7,7 @@
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
@@ -41,6 +41,26 @@ class FactFormatter(Formatter):
         if spec == ".0e" and value == 0:
             return "0"
         return str(super().format_field(value, spec))
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield each text of a fact, of a list of facts, or of a phrase."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from texts_in([*value.values()])
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from texts_in(each)
+
+
+def with_texts(value: Any, texts: Sequence[str]) -> Any:
+    """Return this fact with `texts` in the place of its equal texts, of which JSON kept no type."""
+    if isinstance(value, str):
+        return next((text for text in texts if text == value), value)
+    if isinstance(value, Mapping):
+        return {name: with_texts(each, texts) for name, each in value.items()}
+    return [with_texts(each, texts) for each in value] if isinstance(value, list) else value
 
 
 def number_with_noun(number: int, noun: str) -> str:

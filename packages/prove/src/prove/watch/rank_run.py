@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from prove.rank_record import (
     SECONDS_PER_BEAT,
+    STARTED_IN,
     Ended,
     Flag,
     LoaderPass,
@@ -33,6 +34,7 @@ from prove.rank_record import (
     RankFile,
     RankRecord,
     Settings,
+    SourceLine,
     end_process,
 )
 
@@ -104,8 +106,14 @@ def source_line(frame: FrameType | None = None, outside: str = "") -> str:
     """Find the innermost line of the user's code, outside of functions named `outside`."""
     for file, line, function in callers(frame):
         if is_user_file(file) and function != outside:
-            return f"{os.path.relpath(file)}:{line}"
+            return line_of_user(file, line)
     return "?"
+
+
+def line_of_user(file: str, line: int | None) -> SourceLine:
+    """Name a line from the folder where prove was started, which the script may have left."""
+    folder = os.environ.get(STARTED_IN) or os.getcwd()
+    return SourceLine(f"{os.path.relpath(os.path.join(folder, file), folder)}:{line}")
 
 
 class Events:
@@ -270,6 +278,6 @@ class RankRun:
         if cut and "StopIteration" in f"{type(error).__name__} {error}":
             self.end_early()  # the script asked for more batches than it gets
         frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_file(f.filename)]
-        at = f"{os.path.relpath(frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
+        at = line_of_user(frames[-1].filename, frames[-1].lineno) if frames else "?"
         self.record.error = RaisedError(type(error).__name__, str(error)[:500], at, time.time())
         self.write(Ended.WITH_ERROR)
