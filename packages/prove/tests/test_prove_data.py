@@ -8,6 +8,7 @@ from functools import partial
 from itertools import islice, product
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -16,7 +17,9 @@ from evidence.changes import replace_once
 from evidence.planted import right_script
 from prove.checks.samples import SHARD_STREAM
 from prove.random_state import worker_drew
+from prove.watch.batches import CannotMergeError
 from prove.watch.data import fingerprint
+from prove.watch.loop_feeder import merge
 from prove_cases import planted, training_of
 from prove_runs import one_line, verdict
 
@@ -84,6 +87,65 @@ for step in range(100):
     assert verdict(prove_script(in_sequence), "one rank") == "right"
     of_sums = source.replace("4 // dist.get_world_size()", "1").replace('"mean"', '"sum"')
     assert verdict(prove_script(of_sums), "one rank") == "WRONG"
+
+
+HANDMADE_GRADIENT = """
+import torch, torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+x, y = torch.randn(64, 6), torch.randn(64, 1)
+queries = torch.arange(64).split([3, 5] * 8)
+ddp = nn.parallel.DistributedDataParallel(nn.Linear(6, 1))
+optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
+for epoch in range(3):
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(epoch))
+    for i in range(0, 64, 16):
+        ids = order[i:i + 16][rank::world_size]
+        outputs = ddp(x[ids])
+        with torch.no_grad():
+            gradient = outputs - y[ids]
+        optimizer.zero_grad()
+        outputs.backward(gradient / 16 * world_size)
+        optimizer.step()
+"""
+RAGGED = (
+    ("range(0, 64, 16)", "range(0, 16, 4)"),
+    (
+        "order[i:i + 16][rank::world_size]",
+        "[q.tolist() for q in queries[i:i + 4]][rank::world_size]",
+    ),
+    ("x[ids]", "torch.tensor([x[j].tolist() for query in ids for j in query])"),
+    (
+        "gradient = outputs - y[ids]",
+        "parts = zip(ids, outputs.split([*map(len, ids)]))\n"
+        "            gradient = torch.cat([out - out.mean() - y[query] for query, out in parts])",
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ((), "right"),
+        ((("[rank::world_size]", ".chunk(world_size)[rank]"),), "right"),
+        ((("y[ids]", "y[ids]; gradient /= gradient.abs().max()"),), "WRONG"),  # of one rank
+        (RAGGED, "not seen"),  # it was WRONG: queries of unequal length, and only x was merged
+    ],
+)
+def test_a_gradient_made_by_hand_is_judged_where_its_rows_can_be_put_together(
+    changes, expected, prove_script
+):
+    ended = prove_script(replace_once(HANDMADE_GRADIENT, *changes))
+    assert verdict(ended, "one rank") == expected
+
+
+def test_a_number_in_the_place_of_a_tensor_cannot_be_merged():
+    """The original may call other functions, so that its calls meet others by their order."""
+    with pytest.raises(CannotMergeError):
+        merge([torch.ones(2), 1.0], [1, 1])
+    assert merge([torch.zeros(1), torch.ones(1)], [1, 1]).tolist() == [0, 1]
 
 
 def test_a_batch_that_only_rank_0_looks_at_is_no_batch_of_the_others(prove_script):
