@@ -198,6 +198,16 @@ def sharded_weights(rank: int, cured: bool) -> str:
 
 
 @failure(
+    cause="GLOO_SOCKET_IFNAME names no interface of this machine",
+    cure="use one that `ip -br addr` lists",
+)
+def no_interface(rank: int, cured: bool) -> str:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if cured else "eth99"
+    dist.init_process_group("gloo", timeout=LIMIT)
+    return "joined"
+
+
+@failure(
     cause="one rank sends a number where another one expects an object",
     cure="all ranks make the same call",
 )
@@ -212,16 +222,6 @@ def object_size(rank: int, cured: bool) -> str:
     received = [seconds]
     dist.broadcast_object_list(received, src=0)
     return f"has {received[0]}"
-
-
-@failure(
-    cause="GLOO_SOCKET_IFNAME names no interface of this machine",
-    cure="use one that `ip -br addr` lists",
-)
-def no_interface(rank: int, cured: bool) -> str:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if cured else "eth99"
-    dist.init_process_group("gloo", timeout=LIMIT)
-    return "joined"
 
 
 def agree(model: nn.Module) -> str:
