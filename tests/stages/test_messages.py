@@ -276,7 +276,7 @@ class Data(torch.utils.data.Dataset):
     def __getitem__(self, index): return torch.zeros(4)
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 if sys.argv[1] == "file_system": torch.multiprocessing.set_sharing_strategy("file_system")
-loader = DataLoader(Data(), batch_size=1, num_workers=1)
+loader = DataLoader(Data(), batch_size=1, num_workers=1, multiprocessing_context="fork")
 print(len([batch.clone() if sys.argv[1] == "clone" else batch for batch in loader]))
 """
 
