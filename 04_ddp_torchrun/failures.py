@@ -207,6 +207,65 @@ def no_interface(rank: int, cured: bool) -> str:
     return "joined"
 
 
+@failure(
+    cause="one rank sends a number where another one expects an object",
+    cure="all ranks make the same call",
+)
+def object_size(rank: int, cured: bool) -> str:
+    dist.init_process_group("gloo", timeout=LIMIT)
+    seconds = (
+        683885907.2944773  # its eight bytes, read as a whole number, are the size in the error
+    )
+    if rank == 0 and not cured:
+        dist.broadcast(torch.tensor([seconds], dtype=torch.float64), src=0)
+        return "sent a number"
+    received = [seconds]
+    dist.broadcast_object_list(received, src=0)
+    return f"has {received[0]}"
+
+
+def agree(model: nn.Module) -> str:
+    """Say whether all ranks have the same weights."""
+    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
+    both = [torch.zeros_like(weights) for _ in range(2)]
+    dist.all_gather(both, weights)
+    return f"the weights are {'the same' if torch.equal(*both) else 'others on the other rank'}"
+
+
+@failure(
+    cause="require_backward_grad_sync is set after forward, so it counts for the next one",
+    cure="set it before forward",
+)
+def late_flag(rank: int, cured: bool) -> str:
+    dist.init_process_group("gloo", timeout=LIMIT)
+    model = nn.Linear(2, 1)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    for is_last in (False, True):  # two micro-batches, of which the last one averages
+        if cured:
+            ddp.require_backward_grad_sync = is_last
+        loss = ddp(torch.full((1, 2), rank + 1.0)).sum() / 2
+        ddp.require_backward_grad_sync = is_last
+        loss.backward()
+    optimizer.step()
+    return agree(model)
+
+
+@failure(cause="one rank alone loads the scaler's state", cure="every rank loads it")
+def one_scaler(rank: int, cured: bool) -> str:
+    dist.init_process_group("gloo", timeout=LIMIT)
+    model = nn.Linear(2, 1)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    saved = torch.amp.GradScaler("cpu", init_scale=256.0).state_dict()
+    if rank == 0 or cured:
+        scaler.load_state_dict(saved)
+    scaler.scale(ddp(torch.ones(1, 2)).sum()).backward()  # averages losses of different scale
+    scaler.step(optimizer)  # divides by the rank's own scale
+    return agree(model)
+
+
 def try_failure(rank: int, name: str, cured: bool, folder: str) -> str:
     """Return what this rank says at its end, or its error."""
     os.chdir(folder)

@@ -23,6 +23,7 @@ TRUSTED = {  # how often each of these reads what its own processes have written
     # What a rank of the replay has drawn, in the judge: only the user's script wrote to its folder.
     "judge/replay.py": 1,
     # What ranks of one job send to each other.
+    "04_ddp_torchrun/failures.py": 1,
     "04_ddp_torchrun/uneven.py": 1,
     "convert/check_gradient.py": 1,
 }
