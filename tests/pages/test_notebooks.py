@@ -145,7 +145,7 @@ def test_the_colab_notebook_clones_a_given_address_and_two_ranks_train_and_are_p
     refused = copy.deepcopy(first)
     refused.metadata["tags"] = ["raises-exception"]
     shown = [execute.text_of(cell) for cell in made.cells]
-    first.source = first.source.replace("ADDRESS-OF-THIS-REPOSITORY", f"file://{ROOT}", 1)
+    first.source = re.sub('REPOSITORY = ".+"', f'REPOSITORY = "file://{ROOT}"', first.source)
     made.cells.insert(0, refused)
     for cell in made.cells:
         cell.source = cell.source.replace("--epochs 5", "--epochs 1")

@@ -28,7 +28,7 @@ def environment() -> dict[str, str]:
 
 
 def what_make_would_do(command: str) -> str:
-    """The commands of `make ...` in this folder, for an environment that is not there; none runs."""
+    """Return the commands of `make ...` for an environment that is not there; none of them runs."""
     words = shlex.split(command.replace("$VENV", "nowhere"))
     dry_run = [*words, "-n", "VENV=nowhere"]
     return subprocess.run(dry_run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
