@@ -42,6 +42,7 @@ GROUPS = {
         "docs/two_gpus": "Two GPUs for an hour",
     },
     "Reference": {
+        "docs/machines": "Any machine",
         "docs/troubleshooting": "Troubleshooting",
         "docs/glossary": "Glossary",
         "benchmarks/index": "Benchmarks",

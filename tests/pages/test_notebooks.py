@@ -1,5 +1,6 @@
 """The notebooks: what they show is true today, and each runs from top to bottom."""
 
+import copy
 import os
 import re
 import time
@@ -29,9 +30,10 @@ def pictures_of(cell):
     return sum("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
 
 
-def run_kernel(env, flags):
+def run_kernel(env, flags, folder):
     """Be the kernel of a notebook, whose ranks are forks of it."""
     os.setsid()
+    os.chdir(folder)
     os.environ.update(env)
     inline = "module://matplotlib_inline.backend_inline"
     matplotlib.rcParams["backend"] = inline  # the kernel says so to those who import it later
@@ -39,10 +41,10 @@ def run_kernel(env, flags):
     IPKernelApp.launch_instance(argv=flags)
 
 
-def quick_kernel(command, env, **_):
+def quick_kernel(command, env, cwd, **_):
     """Stand in for Popen, so that the kernel and its ranks need not import torch again."""
     flags = command[command.index("-f") :]
-    process = PROCESS_DEFAULTS.context().Process(target=run_kernel, args=(env, flags))
+    process = PROCESS_DEFAULTS.context().Process(target=run_kernel, args=(env, flags, cwd))
     process.start()
     while os.getpgid(process.pid) != process.pid:  # its group gets the signals
         time.sleep(0.01)
@@ -130,3 +132,35 @@ def test_the_notebook_for_two_gpus_trains_on_two_cpu_ranks_where_there_is_no_gpu
             assert "global batch 120 = 2 × 60\nepoch 1/2" in execute.text_of(cell)
         else:
             assert execute.text_of(cell) == text
+
+
+def test_the_colab_notebook_clones_a_given_address_and_two_ranks_train_and_are_proven(
+    execute, tmp_path
+):
+    """It refuses the address that it comes with; from a real one, it needs nothing but a clone."""
+    if torch.cuda.is_available() or not (ROOT / ".git").exists():
+        pytest.skip("it needs a clone, and would train on GPUs")
+    made = execute.read(NOTEBOOKS / "colab.ipynb")
+    first = next(cell for cell in made.cells if "REPOSITORY = " in cell.source)
+    refused = copy.deepcopy(first)
+    refused.metadata["tags"] = ["raises-exception"]
+    shown = [execute.text_of(cell) for cell in made.cells]
+    first.source = re.sub('REPOSITORY = ".+"', f'REPOSITORY = "file://{ROOT}"', first.source)
+    made.cells.insert(0, refused)
+    for cell in made.cells:
+        cell.source = cell.source.replace("--epochs 5", "--epochs 1")
+    folder = {"metadata": {"path": str(tmp_path)}}
+    with QUICK_KERNEL:
+        execute.NotebookClient(made, timeout=300, kernel_name="python3", resources=folder).execute()
+    (error,) = [each for each in refused.outputs if each.output_type == "error"]
+    assert (error.ename, "address" in error.evalue) == ("SystemExit", True)
+    texts = [execute.text_of(cell) for cell in made.cells[1:]]
+    assert (tmp_path / "course/runs/04_ddp_torchrun/summary.json").exists()
+    for text, old_text, cell in zip(texts, shown, made.cells[1:], strict=True):
+        assert not execute.errors_of(cell), cell.source
+        if "measured" in execute.tags(cell):  # what was trained or compared, without the numbers
+            what, old_what = (re.split(r" loss|, in \d+ s", each)[0] for each in (text, old_text))
+            what, old_what = (re.sub(r"\d+e-\d+", "", each) for each in (what, old_what))
+            assert what == old_what.replace("1/5", "1/1"), cell.source
+        else:
+            assert text == old_text

@@ -5,6 +5,7 @@ whole: those of the stages and those of the roads.
 """
 
 import ast
+import re
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +32,7 @@ from helpers.rehearsal import (
     RankLog,
     rehearse,
 )
+from helpers.scripts import launch_script
 from local_ranks.chapters import ROOT
 from local_ranks.train_stage import load_stage
 
@@ -244,3 +246,15 @@ def test_a_line_that_only_a_gpu_reaches_is_seen_not_to_run_without_one():
     unexpected = lines_never_run(DDP, machines=(0,)) - lines_not_for_gpus(DDP)
     texts = (ROOT / DDP).read_text().splitlines()
     assert any("torch.cuda." in texts[line - 1] for line in unexpected)
+
+
+def test_the_lines_for_any_accelerator_make_a_group_on_the_cpu_too(tmp_path):
+    """docs/machines.md shows them; PyTorch knows which backend is whose."""
+    (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/machines.md").read_text(), re.S)
+    script = tmp_path / "any_accelerator.py"
+    imports = "import os\nimport torch\nimport torch.distributed as dist\n"
+    script.write_text(f"{imports}{lines}print(device, dist.get_backend())\n")
+    assert launch_script(str(script)) == [(0, "cpu gloo\n")] * 2
+    backends = {each: dist.get_default_backend_for_device(each) for each in ("cuda", "xpu", "mps")}
+    assert backends == {"cuda": "nccl", "xpu": "xccl", "mps": "gloo"}
+    assert "mps" not in dist.Backend.backend_capability["gloo"]
