@@ -236,3 +236,39 @@ def test_sparse_embeddings_with_two_optimizers_train_as_in_one_process(rank):
         assert (weight - expected).abs().max() < 1e-12
     moved = (alone.items.weight != before).any(dim=1)
     assert moved.tolist() == [True] * 4 + [False] * 6
+
+
+class TwoTasks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.task_weights = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+@on_ranks(2)
+def test_a_parameter_that_only_the_loss_uses_is_averaged_unless_ddp_takes_it_for_unused(rank):
+    for find_unused in (False, True):
+        model = TwoTasks()
+        ddp = DistributedDataParallel(model, find_unused_parameters=find_unused)
+        loss = ddp(torch.ones(1, 2)).sum() + (model.task_weights * rank).sum()
+        if find_unused:
+            with pytest.raises(RuntimeError, match="mark a variable ready only once"):
+                loss.backward()
+        else:
+            loss.backward()
+            assert model.task_weights.grad.tolist() == [0.5, 0.5], "the mean of 0 and 1"
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_plain_sgd_trains_sparse_and_dense_embeddings_alike(sparse):
+    torch.manual_seed(0)
+    model = Recommender(sparse).double()
+    torch.manual_seed(0)
+    dense = Recommender(False).double()
+    for trained in (model, dense):
+        optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+        trained(torch.tensor([1, 2])).square().sum().backward()
+        optimizer.step()
+    assert torch.equal(model.items.weight, dense.items.weight)
