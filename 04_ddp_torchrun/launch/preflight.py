@@ -55,7 +55,7 @@ SECONDS = float(env.get("PREFLIGHT_SECONDS", 60))
 STEP, GRACE, SLOW = SECONDS / 6, max(2, SECONDS / 20), 0.2  # seconds, and Gbit/s
 LONG = timedelta(seconds=SECONDS)  # the limits of steps are ours, not torch's
 POOL = ThreadPoolExecutor(64)  # a call that never ends stays behind in its thread
-ON, KEPT = {}, []  # the host of each rank; what must stay alive
+ON, GROUPS, KEPT = {}, {}, []  # the host of each rank; its groups; what must stay alive
 STEPS = os.pipe()  # a rank tells them to its parent
 
 
@@ -218,10 +218,13 @@ def try_ports(places):
                 socket.create_connection((address, port), STEP / 2).close()
 
 
-def move(kind, size, device, group):
+def move(kind, size, device, backend):
     """All-reduce so many numbers, or pass them around a ring; return the seconds it took."""
-    if device.type == "cuda":
+    if backend == "nccl":
         torch.cuda.set_device(device)  # of this thread
+        if backend not in GROUPS:  # with a GPU, this is nccl's first step, which may hang, too
+            GROUPS[backend] = dist.new_group(backend=backend, timeout=LONG, device_id=device)
+    group = GROUPS.get(backend)  # of gloo, the default one
     before, after = (RANK - 1) % N, (RANK + 1) % N
     mine, other = torch.full((2, size), RANK + 1.0, device=device)
     start = time.perf_counter()
@@ -240,11 +243,10 @@ def move(kind, size, device, group):
     return seconds
 
 
-def try_links(store, device, megabytes, group=None):
+def try_links(store, device, megabytes, backend="gloo"):
     """Move one number, then many; return a line on how fast that was."""
-    backend = "gloo" if group is None else "nccl"
     for size in (1, megabytes * 2**20 // 4):  # float32 has 4 bytes
-        what, step = (size, device, group), f"of {4 * size} bytes over {backend}"
+        what, step = (size, device, backend), f"of {4 * size} bytes over {backend}"
         sums = together(store, f"all-reduce {step}", move, "all-reduce", *what, seconds=2 * STEP)
         rings = [sums]
         if N > 1:  # the quickest of three, because a busy host is not a slow link
@@ -265,7 +267,6 @@ def open_gpu():
     """Return the name of this rank's GPU, and to which GPUs it can copy directly."""
     mine, gpus = LOCAL_RANK % torch.cuda.device_count(), range(torch.cuda.device_count())
     torch.cuda.set_device(mine)
-    KEPT.append(dist.new_group(backend="nccl", timeout=LONG))
     near = [gpu for gpu in gpus if gpu != mine and torch.cuda.can_device_access_peer(mine, gpu)]
     return str(torch.cuda.get_device_properties(mine).uuid), near
 
@@ -298,7 +299,7 @@ def run():
             check(len(ranks) == 1, f"ranks {ranks} have one GPU: torch.cuda.set_device(LOCAL_RANK)")
             lines.append(f"rank {ranks[0]} can copy directly (P2P) to the GPUs {near} of its host")
         gpu = torch.device("cuda", LOCAL_RANK % torch.cuda.device_count())
-        lines.append(try_links(store, gpu, 64, KEPT[-1]))
+        lines.append(try_links(store, gpu, 64, "nccl"))
     time.sleep(GRACE)  # a second process of a rank may come late
     together(store, "parting", check_numbers, store)
     table = [["rank on host", *seen[0]["has"], "clock"]]

@@ -6,6 +6,7 @@ whole: those of the stages and those of the roads.
 
 import ast
 import re
+import sys
 from typing import Any
 from unittest.mock import patch
 
@@ -191,7 +192,9 @@ def test_evaluation_sends_each_batch_to_the_gpu(key):
     silent: dict[str, Any] = dict.fromkeys(("broadcast", "all_reduce"), lambda tensor, **_: None)
     # With all tensors on the GPU, it gets as far as reading its totals, which have no data here.
     for changes, end in (((), DataDependentOutputException), ((send,), RuntimeError)):
+        imported = {**sys.modules}
         evaluate = load_stage(key, changes).evaluate
+        sys.modules.update(imported)  # other tests pickle functions of theirs
         with FakeTensorMode(), patch.multiple(dist, **silent):
             with torch.device("cuda:0"):
                 model = Net(channels=1, image_size=28, classes=10, batch_norm=True)
