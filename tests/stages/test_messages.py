@@ -126,6 +126,11 @@ IN_TORCH = {
     "Default process group has not been initialized": "distributed/distributed_c10d.py",
     "cannot be retrieved (gai error: ": "lib/libtorch_cpu.so",
     "The client socket has timed out after ": "lib/libtorch_cpu.so",
+    "The client socket has failed to connect to any network address": "lib/libtorch_cpu.so",
+    "The connection to the C10d store has failed": (
+        "distributed/elastic/rendezvous/c10d_rendezvous_backend.py"
+    ),
+    "barrier(): using the device under current context": "distributed/distributed_c10d.py",
     "The server socket has failed to listen on any local network address": "lib/libtorch_cpu.so",
     "EADDRINUSE": "lib/libtorch_cpu.so",
     "Connection closed by peer": "lib/libtorch_cpu.so",
