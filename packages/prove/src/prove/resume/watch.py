@@ -118,7 +118,7 @@ class ResumeWatcher:
     def note_before_forward(self) -> None:
         self.own_generators.in_step = True
         self.at_batch = random_state.state_digests()
-        held = self.model.steps.held_parameters()
+        held = self.model.steps.held_places()
         self.other_tensors = {
             f"{root}/{name}{'' if tensor.requires_grad else ' (buffer)'}": project(tensor)
             for root, module in self.model.root_modules().items()
@@ -173,7 +173,7 @@ class ResumeWatcher:
             },
             metrics={name: metrics_of(each) for name, each in schedulers.items()},
             loss_scale=scale_of(self.scaler()),
-            weights=[project(p) for p in parameters],
+            weights=[project(p) for p in self.model.steps.in_model(optimizer)],
             state=[state_of(optimizer, p) for p in parameters],
             is_of_torch=type(optimizer).__module__.startswith("torch.optim"),
             other_tensors=self.other_tensors,

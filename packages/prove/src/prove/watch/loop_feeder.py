@@ -202,7 +202,9 @@ class LoopFeeder:
         note(DataFinding.LATE_INPUT if is_input else DataFinding.LATE, at)
         return self.like(own, merged)
 
-    def check_handmade_gradient(self, own: Tensor, column: list, found: list[GradientInput]) -> None:
+    def check_handmade_gradient(
+        self, own: Tensor, column: list, found: list[GradientInput]
+    ) -> None:
         """Check that a gradient which the script gives to backward was made from the merged data.
 
         Its length stays the script's: it may be multiplied by the number of ranks. If this rank has
@@ -218,7 +220,9 @@ class LoopFeeder:
         is_multiple = own.shape == merged.shape and bool(merged.any())
         if is_multiple:
             is_multiple = are_close(own, merged * ((own * merged).sum() / (merged**2).sum()))
-        self.watcher.note(DataFinding.GIVEN if is_multiple else DataFinding.NOT_GIVEN, source_line())
+        self.watcher.note(
+            DataFinding.GIVEN if is_multiple else DataFinding.NOT_GIVEN, source_line()
+        )
 
     def note_difference(self, statistics: list[str], at: str) -> None:
         if statistics:
