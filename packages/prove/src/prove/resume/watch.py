@@ -131,14 +131,20 @@ class ResumeWatcher:
         trains = module.training and torch.is_grad_enabled()
         if not trains or not self.run.has_no_loader():
             return
-        steps = self.run.settings.steps
-        if steps and self.run.record.step_count >= steps and self.run.joined:
+        if self.made_all_steps() and not self.run.settings.ends_at_step:
             self.run.end_early()
         self.run.train_alone()
         self.note_before_forward()
 
+    def made_all_steps(self) -> bool:
+        steps = self.run.settings.steps
+        return bool(steps) and self.run.record.step_count >= (steps or 0) and self.run.joined
+
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         watched, starts = self.model.steps, self.record.starts
+        ends_at_step = self.run.settings.ends_at_step and self.made_all_steps()
+        if ends_at_step and optimizer in watched.optimizers and not makes_state():
+            self.run.end_early()
         if optimizer not in watched.optimizers or len(starts) >= MAX_STEPS or makes_state():
             return
         if watched.depth > 1:  # ZeRO's optimizer keeps its state in an inner one
