@@ -1,6 +1,7 @@
 """prove judges a model: its gradients, its random numbers, its schedule, and what it decides."""
 
 import math
+import re
 import sys
 from collections.abc import Callable
 
@@ -148,6 +149,62 @@ def test_a_parameter_that_the_optimizer_has_lost_is_named_although_the_model_tra
     of_another = source.replace("Adam(model.parameters()", "Adam(Codes().parameters()")
     ended = prove_script(of_another)
     assert verdict(ended, "optimizer") == "WRONG"
+
+
+AVERAGED = """
+import copy, torch, torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(48, 6), torch.randint(3, (48,)))
+net = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
+second, ddp = copy.deepcopy(net), DistributedDataParallel(net)
+optimizer, sampler = torch.optim.SGD(net.parameters(), 0.1), DistributedSampler(data)
+loader, valid = DataLoader(data, 4, sampler=sampler), DataLoader(data, 48)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        loss = F.cross_entropy(ddp(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    sampler.set_epoch(epoch + 10)
+    net.eval()
+    for x, y in valid:  # with gradients, which nobody uses
+        F.cross_entropy(net(x), y).item()
+    net.train()
+    for old, new in zip(second.parameters(), net.parameters()):
+        old.data.lerp_(new.data, 1 / (epoch + 1))
+    for x, y in loader:
+        second(x)
+"""
+BY_HAND = """
+        F.cross_entropy(second(x), y).backward()
+        for p in second.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= world_size
+        for p in second.parameters():
+            p.data -= 0.1 * p.grad
+            p.grad = None
+"""
+
+
+def test_a_model_without_a_backward_is_not_trained_by_being_called_in_training(prove_script):
+    ended = prove_script(AVERAGED)
+    assert (verdict(ended, "one rank"), ended.returncode) == ("right", 0)
+    assert "no gradient in common" not in ended.stdout
+    by_hand = AVERAGED.replace("\n        second(x)\n", BY_HAND)  # the control: it is trained
+    ended = prove_script(by_hand)
+    assert len(re.findall("^right     one rank", ended.stdout, re.M)) == 2
+    assert (verdict(ended, "one rank"), ended.returncode) == ("right", 0)
+    ended = prove_script(
+        by_hand.replace("second(x), y)", "second(x), y, weight=torch.tensor([1.0, 3.0, 9.0]))")
+    )
+    assert verdict(ended, "one rank") == "WRONG"
 
 
 DECIDES = """

@@ -44,6 +44,7 @@ class ModelWatcher:
         self.modules: list[weakref.ref] = []  # all modules of the script, the oldest first
         self.ddps: list[DistributedDataParallel] = []
         self.called_in_training: list[nn.Module] = []
+        self.perhaps_untrained: list[nn.Module] = []  # no backward has passed through these yet
         self.backwards = 0
         self.parameters: dict[str, nn.Parameter] = {}  # parameters of called_in_training, by key
         self.averaged: set[int] = set()  # ids of parameters that a DDP averages
@@ -213,7 +214,7 @@ class ModelWatcher:
         trains = module.training and torch.is_grad_enabled()
         if not trains or next(module.parameters(), None) is None:
             return
-        self.note_trained(module)
+        self.note_trained(module, by_backward=bool(self.steps.optimizers_of_torch()))
         ddp = None if ddp_index is None else run.record.ddps[ddp_index]
         if ddp and isinstance(module, DistributedDataParallel):
             ddp.forwards += 1
@@ -226,16 +227,41 @@ class ModelWatcher:
             rows, size = batch_size_of(inputs[0]), run.current_batch_size()
             run.record.model_calls.append(ModelCall(checksum(tensors[0]), rows, batch, size))
 
-    def note_trained(self, module: nn.Module) -> None:
+    def note_trained(self, module: nn.Module, by_backward: bool = False) -> None:
+        """Note a call in training; by_backward: it trains only if a backward passes through it.
+
+        An averaged model, for example, is run in training to set the statistics of its BatchNorm.
+        """
         if not any(module is root for root in self.called_in_training):
             self.called_in_training.append(module)
             if is_divided(module):
                 self.run.flag(Flag.MODEL_IS_DIVIDED)
-            self.steps.watch_for_steps_by_hand(module)
+            if by_backward:
+                self.perhaps_untrained.append(module)
+            else:
+                self.steps.watch_for_steps_by_hand(module)
             self.name_parameters(module)
         self.steps.begin_forward()
         self.save_start()
         self.record_weights()
+
+    def leave(self, module: nn.Module, outputs: Any) -> None:
+        """Learn whether a backward passes through the outputs of a module that was called."""
+        if not any(module is each for each in self.perhaps_untrained):
+            return
+        tensors = tensors_in([outputs])
+        if not tensors:  # in an object that nobody looks into
+            self.note_backward_through(module)
+        for tensor in tensors:
+            if not is_functorch_wrapped_tensor(tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: self.note_backward_through(module))
+
+    def note_backward_through(self, module: nn.Module) -> None:
+        if any(module is each for each in self.perhaps_untrained):
+            others = [each for each in self.perhaps_untrained if each is not module]
+            self.perhaps_untrained = others
+            with self.run.draws.paused():
+                self.steps.watch_for_steps_by_hand(module)
 
 
 def watch_ddp(run: RankRun, model: ModelWatcher) -> None:
@@ -305,6 +331,7 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
         with run.draws.paused():
             layers.leave(module, outputs)
         if not inside:
+            model.leave(module, outputs)
             run.draws.leave_model()
             if run.loop_watcher:
                 run.loop_watcher.leave_module(inputs, outputs)
