@@ -1,6 +1,8 @@
 """prove judges a model: its gradients, its random numbers, its schedule, and what it decides."""
 
 import math
+import re
+import sys
 from collections.abc import Callable
 
 from prove.checks import averaged_gradients
@@ -57,6 +59,151 @@ def test_a_script_with_fully_shard_is_compared_with_one_rank(prove_script):
     assert verdict(ended, "samples") == verdict(ended, "collectives") == "right"
     assert verdict(ended, "weights") == verdict(ended, "one rank") == "right"
     ended = prove_script(source.replace("mean()", "sum()"))  # the control
+    assert verdict(ended, "one rank") == "WRONG"
+
+
+CODES = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+class Codes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(6, 4), nn.Linear(4, 6)
+        self.table = nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x):
+        z = self.encoder(x)
+        hits = F.one_hot(torch.cdist(z, self.table).argmin(1), 5).to(z.dtype)
+        found = hits @ self.table
+        sums, counts = hits.t() @ z.detach(), hits.sum(0)
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+            dist.all_reduce(counts)
+        means = (sums / counts.clamp(min=1)[:, None]).detach()
+        self.table = nn.Parameter(self.table.detach() / 2 + means / 2)
+        return self.decoder(z + (found - z).detach()), F.mse_loss(z, found.detach())
+
+START
+torch.manual_seed(0)
+data, model = torch.randn(48, 6), Codes()
+WRAP
+optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+for epoch in range(3):
+    for x in LOADER:
+        optimizer.zero_grad()
+        out, near = model(x)
+        (F.mse_loss(out, x) + near).backward()
+        optimizer.step()
+"""
+REPLACES = "self.table = nn.Parameter(self.table.detach() / 2 + means / 2)"
+IN_PLACE = "self.table.data = self.table.data / 2 + means / 2"
+WRAPPED = "model = DistributedDataParallel(model, find_unused_parameters=True)"
+DEALT_OUT = "DataLoader(data, 4, sampler=DistributedSampler(data, seed=epoch))"
+
+
+def of_one_process(source):
+    return source.replace("START", "").replace("WRAP", "").replace("LOADER", "DataLoader(data, 8)")
+
+
+def of_ranks(source):
+    source = source.replace("START", 'dist.init_process_group("gloo")').replace("WRAP", WRAPPED)
+    return source.replace("LOADER", DEALT_OUT)
+
+
+def test_a_parameter_is_what_the_model_holds_in_its_place_now(prove_script, tmp_path):
+    """A codebook without a gradient may be replaced in each forward, or changed in place."""
+    (tmp_path / "single.py").write_text(of_one_process(CODES))
+    original = f"--original={sys.executable} single.py"
+    in_place = of_ranks(CODES.replace(REPLACES, IN_PLACE))
+    ended = prove_script(in_place, original)
+    assert (verdict(ended, "the original"), ended.returncode) == ("right", 0)
+    slower = in_place.replace("/ 2 + means / 2", "* 0.6 + means * 0.4")
+    ended = prove_script(slower, original)  # the control
+    assert verdict(ended, "the original") == "WRONG"
+
+
+def test_what_was_put_in_a_parameter_s_place_is_compared_between_the_ranks(prove_script):
+    replaces = of_ranks(CODES)
+    ended = prove_script(replaces)
+    assert verdict(ended, "optimizer") == verdict(ended, "weights") == "right"
+    assert (verdict(ended, "one rank"), ended.returncode) == ("right", 0)
+    ended = prove_script(replaces.replace("dist.all_reduce(sums)", "pass"))  # the control
+    assert verdict(ended, "weights") == "WRONG"
+    assert "table" in ended.stdout
+    assert "frozen" not in ended.stdout
+
+
+def test_a_parameter_that_the_optimizer_has_lost_is_named_although_the_model_trains(prove_script):
+    lost = "optimizer = torch.optim.Adam(model.parameters(), 1e-2)\n"
+    lost += "model.module.encoder.weight = nn.Parameter(torch.ones(4, 6))\n"
+    lost += "model.module.encoder.bias = nn.Parameter(torch.ones(4))\n"
+    source = of_ranks(CODES)
+    line = lost.splitlines()[0] + "\n"
+    ended = prove_script(source.replace(line, lost))
+    assert verdict(ended, "optimizer") == "warning"
+    assert "encoder.bias" in ended.stdout
+    of_another = source.replace("Adam(model.parameters()", "Adam(Codes().parameters()")
+    ended = prove_script(of_another)
+    assert verdict(ended, "optimizer") == "WRONG"
+
+
+AVERAGED = """
+import copy, torch, torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(48, 6), torch.randint(3, (48,)))
+net = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
+second, ddp = copy.deepcopy(net), DistributedDataParallel(net)
+optimizer, sampler = torch.optim.SGD(net.parameters(), 0.1), DistributedSampler(data)
+loader, valid = DataLoader(data, 4, sampler=sampler), DataLoader(data, 48)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        loss = F.cross_entropy(ddp(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    sampler.set_epoch(epoch + 10)
+    net.eval()
+    for x, y in valid:  # with gradients, which nobody uses
+        F.cross_entropy(net(x), y).item()
+    net.train()
+    for old, new in zip(second.parameters(), net.parameters()):
+        old.data.lerp_(new.data, 1 / (epoch + 1))
+    for x, y in loader:
+        second(x)
+"""
+BY_HAND = """
+        F.cross_entropy(second(x), y).backward()
+        for p in second.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= world_size
+        for p in second.parameters():
+            p.data -= 0.1 * p.grad
+            p.grad = None
+"""
+
+
+def test_a_model_without_a_backward_is_not_trained_by_being_called_in_training(prove_script):
+    ended = prove_script(AVERAGED)
+    assert (verdict(ended, "one rank"), ended.returncode) == ("right", 0)
+    assert "no gradient in common" not in ended.stdout
+    by_hand = AVERAGED.replace("\n        second(x)\n", BY_HAND)  # the control: it is trained
+    ended = prove_script(by_hand)
+    assert len(re.findall("^right     one rank", ended.stdout, re.M)) == 2
+    assert (verdict(ended, "one rank"), ended.returncode) == ("right", 0)
+    ended = prove_script(
+        by_hand.replace("second(x), y)", "second(x), y, weight=torch.tensor([1.0, 3.0, 9.0]))")
+    )
     assert verdict(ended, "one rank") == "WRONG"
 
 

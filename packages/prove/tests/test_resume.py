@@ -8,6 +8,7 @@ from evidence.reported_page import load
 from evidence.resume_oracle import known_scripts
 from evidence.resumed import SCRIPTS, judge_resumed, resumed_scripts
 from evidence.run_prove import RIGHT
+from prove_runs import TORCHRUN, run, verdict
 
 SELECTED = ("trainer_snapshot", "mid_epoch/skipped_in_the_loop", "dcp")
 FAULTS = ("trainer_snapshot/momentum_not_saved", "mid_epoch/position_lost", "dcp/weights_alone")
@@ -49,3 +50,59 @@ def test_prove_repeats_the_verdicts_that_were_counted(name):
     assert judged.outcome == counted["outcome"]
     expected = "proven" if resumed_scripts()[name].verdict == RIGHT else "found as WRONG"
     assert judged.outcome == expected
+
+
+READS_ONCE_MORE = """
+import copy, os, torch, torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(48, 6), torch.randint(3, (48,)))
+net = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3))
+average, begin = copy.deepcopy(net), 0
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+if os.path.exists("saved.pt"):
+    saved = torch.load("saved.pt", weights_only=True)
+    net.load_state_dict(saved["net"])
+    average.load_state_dict(saved["average"])
+    begin = saved["epoch"]
+dist.barrier()
+ddp, sampler = DDP(net), DistributedSampler(data)
+loader = DataLoader(data, 4, sampler=sampler)
+for epoch in range(begin, 4):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        loss = F.cross_entropy(ddp(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for old, new in zip(average.parameters(), net.parameters()):
+        old.data.lerp_(new.data, 1 / (epoch + 1))
+    for x, _ in loader:
+        with torch.no_grad():
+            average(x)
+    if epoch % 2 and dist.get_rank() == 0:
+        state = {"net": net.state_dict(), "average": average.state_dict(), "epoch": epoch + 1}
+        torch.save(state, "saved.pt")
+dist.destroy_process_group()
+"""
+
+
+def test_a_pass_without_a_step_is_no_further_epoch(tmp_path):
+    """As the statistics of an averaged model are set, after the last epoch, too."""
+
+    def prove(source):
+        (tmp_path / "train.py").write_text(source)
+        return run(tmp_path, "--resume", "auto", *TORCHRUN, "train.py")
+
+    ended = prove(READS_ONCE_MORE)
+    assert verdict(ended, "resume: epoch") == "right"
+    assert ended.returncode == 0
+    one_more = READS_ONCE_MORE.replace("range(begin, 4)", "range(begin, 4 + begin // 2)")
+    ended = prove(one_more)  # the control
+    assert verdict(ended, "resume: epoch") == "WRONG"
+    assert "more steps follow after step" in ended.stdout

@@ -146,6 +146,7 @@ class Settings:
     epochs: int = 3  # the run ends where one more would begin
     steps: int | None = None  # the run ends where another batch would follow so many steps
     batches_given: int = 0  # and so many batches, of all passes together
+    ends_at_step: bool = False  # not at that batch, with which the script may make no step
     keeps_batches: bool = True  # for a replay
     for_resume: bool = False  # prove --resume: record the state before each step
 

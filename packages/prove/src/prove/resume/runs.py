@@ -270,9 +270,12 @@ class ResumeRuns:
         left = self.straight.steps - self.steps_when_saved(command)
         torchrun = processes.as_torchrun(command)
         ranks = torchrun.world_size if torchrun else self.settings.world_size
+        # If the straight run came to its own end, a batch after the last step says nothing: the
+        # script may read the training data once more, for the statistics of an averaged model.
         settings = replace(
-            self.settings, seed=seed, steps=max(1, left), world_size=ranks, gpus=ranks
-        )
+            self.settings, seed=seed, steps=max(1, left), world_size=ranks, gpus=ranks,
+            ends_at_step=not self.straight.goes_on,
+        )  # fmt: skip
         self.resumed = self.run("resumed", command, settings)
 
     def both_commands(self) -> tuple[list[str], list[str]]:

@@ -118,7 +118,7 @@ class ResumeWatcher:
     def note_before_forward(self) -> None:
         self.own_generators.in_step = True
         self.at_batch = random_state.state_digests()
-        held = self.model.steps.held_parameters()
+        held = self.model.steps.held_places()
         self.other_tensors = {
             f"{root}/{name}{'' if tensor.requires_grad else ' (buffer)'}": project(tensor)
             for root, module in self.model.root_modules().items()
@@ -131,14 +131,20 @@ class ResumeWatcher:
         trains = module.training and torch.is_grad_enabled()
         if not trains or not self.run.has_no_loader():
             return
-        steps = self.run.settings.steps
-        if steps and self.run.record.step_count >= steps and self.run.joined:
+        if self.made_all_steps() and not self.run.settings.ends_at_step:
             self.run.end_early()
         self.run.train_alone()
         self.note_before_forward()
 
+    def made_all_steps(self) -> bool:
+        steps = self.run.settings.steps
+        return bool(steps) and self.run.record.step_count >= (steps or 0) and self.run.joined
+
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         watched, starts = self.model.steps, self.record.starts
+        ends_at_step = self.run.settings.ends_at_step and self.made_all_steps()
+        if ends_at_step and optimizer in watched.optimizers and not makes_state():
+            self.run.end_early()
         if optimizer not in watched.optimizers or len(starts) >= MAX_STEPS or makes_state():
             return
         if watched.depth > 1:  # ZeRO's optimizer keeps its state in an inner one
@@ -173,7 +179,7 @@ class ResumeWatcher:
             },
             metrics={name: metrics_of(each) for name, each in schedulers.items()},
             loss_scale=scale_of(self.scaler()),
-            weights=[project(p) for p in parameters],
+            weights=[project(p) for p in self.model.steps.in_model(optimizer)],
             state=[state_of(optimizer, p) for p in parameters],
             is_of_torch=type(optimizer).__module__.startswith("torch.optim"),
             other_tensors=self.other_tensors,

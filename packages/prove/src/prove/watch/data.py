@@ -283,7 +283,7 @@ class LoaderWatcher:
                     ends = run.tensors.setdefault("states_after", {})
                     ends[loader_pass.replay_number] = random_state.all_states()
                 return
-            if loader_pass.with_gradients and self.made_all_steps():
+            if loader_pass.with_gradients and self.made_all_steps() and self.ends_here():
                 run.end_early()
             size = self.record_batch(loader_pass, batch)
             if loader_pass.with_gradients:
@@ -319,6 +319,11 @@ class LoaderWatcher:
         steps = self.run.settings.steps
         enough = steps is not None and self.run.record.step_count >= steps
         return enough and self.run.joined and self.given() > self.run.settings.batches_given
+
+    def ends_here(self) -> bool:
+        """Does the run end before this batch? Otherwise, an optimizer would end it in its step."""
+        settings = self.run.settings
+        return not settings.ends_at_step or self.run.record.step_count > (settings.steps or 0)
 
     def given(self) -> int:
         """Count the batches of all passes that train, with the one that is about to be given."""

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -44,6 +44,7 @@ class ModelWatcher:
         self.modules: list[weakref.ref] = []  # all modules of the script, the oldest first
         self.ddps: list[DistributedDataParallel] = []
         self.called_in_training: list[nn.Module] = []
+        self.perhaps_untrained: list[nn.Module] = []  # no backward has passed through these yet
         self.backwards = 0
         self.parameters: dict[str, nn.Parameter] = {}  # parameters of called_in_training, by key
         self.averaged: set[int] = set()  # ids of parameters that a DDP averages
@@ -66,10 +67,12 @@ class ModelWatcher:
             for name, module in self.root_modules().items()
         }
 
+    def alive(self) -> list[nn.Module]:
+        return [module for reference in self.modules if (module := reference()) is not None]
+
     def root_modules(self) -> dict[str, nn.Module]:
         """List the modules that are part of no other module but a DDP, by class and number."""
-        alive = [module for reference in self.modules if (module := reference()) is not None]
-        plain = [module for module in alive if not isinstance(module, DistributedDataParallel)]
+        plain = [each for each in self.alive() if not isinstance(each, DistributedDataParallel)]
         parts = {id(part) for module in plain for part in module.children()}
         numbers: Counter = Counter()
         roots = {}
@@ -88,10 +91,16 @@ class ModelWatcher:
         """
         called = {id(p) for p in module.parameters() if not is_lazy(p)}
         known = {id(p) for p in self.parameters.values()}
+        known |= {id(self.steps.places.now(p)) for p in self.parameters.values()}
         for root, whole in self.root_modules().items():
             for name, p in whole.named_parameters():
                 if id(p) in called and id(p) not in known and not hasattr(p, "full_tensor"):
                     self.parameters[f"{root}: {without_wrappers(name)}"] = p
+        self.steps.places.note(self.parameters.values(), self.alive())
+
+    def held_now(self) -> dict[str, Tensor]:
+        """Return what the modules hold in the places of the named parameters, by key."""
+        return {key: self.steps.places.now(p) for key, p in self.parameters.items()}
 
     def holds_gradients(self) -> bool:
         """Does any parameter have a nonzero gradient, or may FSDP keep one elsewhere?"""
@@ -107,7 +116,11 @@ class ModelWatcher:
         """Record all weights between two batches after a step, by an optimizer or the script."""
         noted, steps = self.run.record.weights, self.run.record.step_count
         if len(noted) <= MAX_STEPS and steps not in noted and self.parameters:
-            noted[steps] = {key: project(p) for key, p in self.parameters.items()}
+            held = self.held_now()
+            noted[steps] = {key: project(p) for key, p in held.items()}
+            for key, p in self.parameters.items():
+                if held[key] is not p:
+                    self.steps.watch_gradient(held[key])
 
     def record_received_weights(self) -> None:
         """Count a step when weights arrive from rank 0, which alone steps: a parameter server."""
@@ -115,7 +128,8 @@ class ModelWatcher:
         if not self.run.joined or any(optimizer.steps for optimizer in record.optimizers):
             return
         before = record.weights.get(record.step_count)
-        if before and any(project(self.parameters[key]) != old for key, old in before.items()):
+        held = self.held_now()
+        if before and any(project(held[key]) != old for key, old in before.items()):
             record.step_count += 1
             self.record_weights()
 
@@ -135,10 +149,10 @@ class ModelWatcher:
             for name, p in module.named_parameters():
                 names.setdefault(id(p), without_wrappers(name))
         in_ddp = {id(p) for ddp in self.ddps for p in ddp.module.parameters()}
-        keys = {id(p): key for key, p in self.parameters.items()}
+        keys = {id(p): key for key, p in self.held_now().items()}
         records = self.run.record.optimizers
         for optimizer, record in zip(self.steps.optimizers, records, strict=True):
-            numbered = list(enumerate(parameters_of(optimizer)))
+            numbered = list(enumerate(self.steps.in_model(optimizer)))
             named = optimizer.names if isinstance(optimizer, FunctionalParameters) else []
             record.names = named or [names.get(id(p), f"tensor {number}") for number, p in numbered]
             record.keys = [keys.get(id(p), "") for _, p in numbered]
@@ -155,23 +169,31 @@ class ModelWatcher:
     def record_parameters_of_ddp(self) -> None:
         """Record which parameters of DDP no optimizer holds, and which never got a gradient."""
         held, had_gradient = self.steps.held_parameters(), self.steps.had_gradient
-        keys, moved = {id(p): key for key, p in self.parameters.items()}, self.moved_parameters()
+        keys, moved = {id(p): key for key, p in self.held_now().items()}, self.moved_parameters()
+        first = {id(p) for p in self.parameters.values()}
+        # What was put in a parameter's place is the script's own, unless it gets a gradient.
+        replaced = {p for p, key in keys.items() if p not in first and key in moved} - held
+        own = replaced - had_gradient
         for ddp, record in zip(self.ddps, self.run.record.ddps, strict=True):
             trained = {
                 without_wrappers(name): id(p)
                 for name, p in ddp.module.named_parameters()
                 if p.requires_grad
             }
-            record.parameters = len(trained)
+            record.parameters = len({*trained.values()} - own)
             record.keys = [keys[p] for p in trained.values() if p in keys]
             record.unfrozen = [
-                keys[p] for p in trained.values() if p in keys and p not in self.averaged
+                keys[p]
+                for p in trained.values()
+                if p in keys and p in first and p not in self.averaged
             ]
             record.not_in_last_step = [
                 name for name, p in trained.items() if p in self.steps.without_gradient
             ]
             record.in_no_optimizer = [
-                name for name, p in trained.items() if p not in held and keys.get(p) not in moved
+                name
+                for name, p in trained.items()
+                if p not in held | own and (keys.get(p) not in moved or p in replaced)
             ]
             record.without_gradient = [
                 name for name, p in trained.items() if p in self.averaged and p not in had_gradient
@@ -192,7 +214,7 @@ class ModelWatcher:
         trains = module.training and torch.is_grad_enabled()
         if not trains or next(module.parameters(), None) is None:
             return
-        self.note_trained(module)
+        self.note_trained(module, by_backward=bool(self.steps.optimizers_of_torch()))
         ddp = None if ddp_index is None else run.record.ddps[ddp_index]
         if ddp and isinstance(module, DistributedDataParallel):
             ddp.forwards += 1
@@ -205,16 +227,41 @@ class ModelWatcher:
             rows, size = batch_size_of(inputs[0]), run.current_batch_size()
             run.record.model_calls.append(ModelCall(checksum(tensors[0]), rows, batch, size))
 
-    def note_trained(self, module: nn.Module) -> None:
+    def note_trained(self, module: nn.Module, by_backward: bool = False) -> None:
+        """Note a call in training; by_backward: it trains only if a backward passes through it.
+
+        An averaged model, for example, is run in training to set the statistics of its BatchNorm.
+        """
         if not any(module is root for root in self.called_in_training):
             self.called_in_training.append(module)
             if is_divided(module):
                 self.run.flag(Flag.MODEL_IS_DIVIDED)
-            self.steps.watch_for_steps_by_hand(module)
+            if by_backward:
+                self.perhaps_untrained.append(module)
+            else:
+                self.steps.watch_for_steps_by_hand(module)
             self.name_parameters(module)
         self.steps.begin_forward()
         self.save_start()
         self.record_weights()
+
+    def leave(self, module: nn.Module, outputs: Any) -> None:
+        """Learn whether a backward passes through the outputs of a module that was called."""
+        if not any(module is each for each in self.perhaps_untrained):
+            return
+        tensors = tensors_in([outputs])
+        if not tensors:  # in an object that nobody looks into
+            self.note_backward_through(module)
+        for tensor in tensors:
+            if not is_functorch_wrapped_tensor(tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: self.note_backward_through(module))
+
+    def note_backward_through(self, module: nn.Module) -> None:
+        if any(module is each for each in self.perhaps_untrained):
+            others = [each for each in self.perhaps_untrained if each is not module]
+            self.perhaps_untrained = others
+            with self.run.draws.paused():
+                self.steps.watch_for_steps_by_hand(module)
 
 
 def watch_ddp(run: RankRun, model: ModelWatcher) -> None:
@@ -284,6 +331,7 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
         with run.draws.paused():
             layers.leave(module, outputs)
         if not inside:
+            model.leave(module, outputs)
             run.draws.leave_model()
             if run.loop_watcher:
                 run.loop_watcher.leave_module(inputs, outputs)
@@ -319,7 +367,8 @@ def watch_functional_calls(run: RankRun, model: ModelWatcher) -> None:
                 model.note_trained(module)
             else:
                 model.steps.note_functional_call(module, named)
-        return original(module, tensors, *args, **more)
+        with model.steps.places.lending():
+            return original(module, tensors, *args, **more)
 
 
 def unwrapped(tensor: Any) -> Any:

@@ -23,6 +23,7 @@ from prove.watch.model_tensors import (
     schedule_settings,
 )
 from prove.watch.operations import OptimizerByHand
+from prove.watch.places import Places
 from prove.watch.rank_run import RankRun, callers, source_line, wrap
 
 MAX_STEPS = 24  # limit of recorded steps per optimizer
@@ -63,6 +64,7 @@ class StepWatcher:
         self.run = run
         self.optimizers: list[Any] = []  # torch optimizers, and stand-ins for steps by hand
         self.by_hand = OptimizerByHand()
+        self.places = Places()
         self.weights_by_hand: list[Tensor] = []  # weights before the first step by hand
         self.local: dict[int, LocalGradient] = {}  # by the id of a parameter
         self.parameters: dict[int, Tensor] = {}  # parameters with watched gradients, by id
@@ -84,6 +86,15 @@ class StepWatcher:
     def held_parameters(self) -> set[int]:
         """Return the ids of the parameters that an optimizer holds."""
         return {id(p) for optimizer in self.optimizers for p in parameters_of(optimizer)}
+
+    def in_model(self, optimizer: Any) -> list[Tensor]:
+        """List an optimizer's parameters; where the script has replaced one, what the model has."""
+        return [self.places.now(p) for p in parameters_of(optimizer)]
+
+    def held_places(self) -> set[int]:
+        """Return the ids of the parameters in whose places an optimizer holds one."""
+        in_models = {id(p) for optimizer in self.optimizers for p in self.in_model(optimizer)}
+        return self.held_parameters() | in_models
 
     def watch_gradient(self, p: Tensor) -> None:
         if id(p) in self.parameters or not p.requires_grad or not p.is_leaf:
@@ -147,7 +158,7 @@ class StepWatcher:
 
     def watch_for_steps_by_hand(self, module: nn.Module) -> None:
         """Watch whether the script itself changes parameters that no optimizer holds."""
-        held = self.held_parameters()
+        held = self.held_places()
         if any(hasattr(part, "unshard") for part in module.modules()):
             return  # fully_shard lends whole parameters for a forward, which no optimizer holds
         for p in module.parameters():
@@ -212,7 +223,7 @@ class StepWatcher:
             momenta=momenta_of(optimizer),
             loss_scale=self.run.record.loss_scale,
             dtype=next((str(p.grad.dtype) for p in parameters if p.grad is not None), ""),
-            weights_before=[project(p) for p in parameters],
+            weights_before=[project(p) for p in self.in_model(optimizer)],
             gradients=gradients,
             local_gradients=[own.total if own.arrivals else None for own in local],
             has_old_gradient=any(
@@ -261,7 +272,7 @@ class StepWatcher:
         step = own_record.steps[-1] if own_record.steps else None
         if step is None or step.weights_after:
             return
-        step.weights_after = [project(p) for p in parameters_of(optimizer)]
+        step.weights_after = [project(p) for p in self.in_model(optimizer)]
         if not own_record.is_by_hand:
             step.exchanges_inside = self.run.exchanges - self.exchanges_before
         if step.exchanges_inside:
@@ -366,12 +377,15 @@ def install(run: RankRun) -> StepWatcher:
             steps.optimizers.append(self)
             is_adaptive = "betas" in self.defaults
             run.record.optimizers.append(OptimizerRecord(source_line(), is_adaptive))
+        steps.places.note(parameters_of(self), run.models.alive())
 
     @wrap(Optimizer, "add_param_group")
     def add_group(original: Callable, self: Any, group: dict) -> None:
         original(self, group)
         for p in self.param_groups[-1]["params"]:
             steps.watch_gradient(p)
+        if self in steps.optimizers:  # else it is being made
+            steps.places.note(self.param_groups[-1]["params"], run.models.alive())
 
     register_optimizer_step_pre_hook(steps.before_step)
     register_optimizer_step_post_hook(steps.after_step)
