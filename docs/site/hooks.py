@@ -78,6 +78,7 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
         text = with_rebased_links(app, docname, path)
         untranslated = sections[1 + len(re.findall(r"^## ", text, re.M)) :]
         text = "\n".join([text, *untranslated])
+    text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.S)  # a skill's name and description
     text = re.sub(SWITCH, "", text)
     source[0] = WIDGET.sub(r'<div class="widget" data-widget="\1"></div>', text)
 
