@@ -70,12 +70,12 @@ def mean_error(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def divided_by_samples(ddp: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    samples = of_all_ranks(torch.tensor(len(x)))
+    samples = of_all_ranks(torch.tensor(len(x), device=x.device))
     return F.mse_loss(ddp(x), y, reduction="sum") * dist.get_world_size() / samples
 
 
 def divided_by_elements(ddp: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    elements = of_all_ranks(torch.tensor(y.numel()))
+    elements = of_all_ranks(torch.tensor(y.numel(), device=y.device))
     return F.mse_loss(ddp(x), y, reduction="sum") * dist.get_world_size() / elements
 
 
@@ -88,7 +88,7 @@ def policy_loss(model: nn.Module, x: Tensor, reward: Tensor) -> Tensor:
 
 
 def normalized_on_all_ranks(ddp: nn.Module, x: Tensor, reward: Tensor) -> Tensor:
-    count = of_all_ranks(torch.tensor(len(reward)))
+    count = of_all_ranks(torch.tensor(len(reward), device=reward.device))
     mean = of_all_ranks(reward.sum()) / count
     std = (of_all_ranks(((reward - mean) ** 2).sum()) / (count - 1)).sqrt()
     return -((reward - mean) / std * ddp(x).log_softmax(dim=1)[:, 0]).mean()
@@ -112,7 +112,7 @@ def padded_to_its_longest(model: nn.Module, sentences: list[Tensor]) -> Tensor:
 
 def padded_to_the_longest_of_all(ddp: nn.Module, sentences: list[Tensor]) -> Tensor:
     x = nn.utils.rnn.pad_sequence(sentences, batch_first=True)
-    longest = int(of_all_ranks(torch.tensor(x.shape[1]), dist.ReduceOp.MAX))
+    longest = int(of_all_ranks(torch.tensor(x.shape[1], device=x.device), dist.ReduceOp.MAX))
     return ddp(F.pad(x, (0, 0, 0, longest - x.shape[1]))).square().mean()
 
 
