@@ -26,7 +26,7 @@ ANSWERS += packages/prove/evidence/reported.md tests/beyond/test_puzzles.py docs
 help:  ## this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "%-12s %s\n", $$1, $$2 }' Makefile
 
-tour: $(VENV)/ready  ## run the five stages in order and compare them; FLAGS="--ranks 3" changes it
+tour: $(VENV)/ready  ## run the five stages in turns and compare them; FLAGS="--ranks 3" changes it
 	$(RUN) benchmarks/tour.py $(FLAGS)
 
 test: $(VENV)/checks-ready  ## all tests; FLAGS="-k tour" runs some of them

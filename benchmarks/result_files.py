@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from local_ranks.chapters import ROOT
+from shm.busy import busy_line, why_loaded
 
 RESULTS = ROOT / "benchmarks" / "results"
 MACHINE = "machines/amd-epyc-2-cores"  # the pages show its `make bench`
@@ -78,9 +79,10 @@ def machine_file(origin: Results) -> Path:
 
 
 def origin_line(origin: Results) -> str:
-    """Turn a provenance into the caption of a picture."""
-    version = origin["torch"].partition("+")[0]
-    return f"{origin['hardware']}, torch {version}, {origin['date']}."
+    """Turn a provenance into the caption of a picture, which says if the machine was busy."""
+    version, reasons = origin["torch"].partition("+")[0], why_loaded(origin)
+    text = f"{origin['hardware']}, torch {version}, {origin['date']}."
+    return f"{text} {busy_line(reasons)}" if reasons else text
 
 
 def json_text(value: Any, indent: str = "") -> str:

@@ -15,10 +15,12 @@ from pathlib import Path
 # A reader's script has an environment of its own, where we are not installed.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "packages/prove/src"))
+sys.path.insert(3, str(Path(__file__).resolve().parents[1] / "packages/shm/src"))
 
 from benchmarks.measure.recordings import choose_step, record
 from common.options import Parser, UsageError, exit_on
 from docs.pictures.timeline import Row, draw, table
+from shm.busy import LoadWatch, busy_line, why_loaded, why_unsteady
 
 
 def main() -> None:
@@ -27,13 +29,19 @@ def main() -> None:
     parser.add_argument("flags", nargs=REMAINDER, metavar="FLAGS", help="of this program")
     args = parser.parse_args()
     command = [args.program, *args.flags]
+    watch = LoadWatch()
     recordings = record(command, quiet=False)
     shown = choose_step(recordings)
+    low, high = shown["ms_quartiles"]
+    reasons = why_loaded(watch.load()) + why_unsteady(1, (low, shown["shown"]["ms"], high))
     torch, gpu = recordings[0]["torch"].partition("+")[0], recordings[0]["gpu"] or "CPU"
     caption = f"One step, the median of {shown['steps']}; {gpu}, torch {torch}."
+    if reasons:
+        print(busy_line(reasons))
     name = Path(next((word for word in command if word.endswith(".py")), args.program)).name
     Path("timeline.svg").write_text(draw([Row(name, shown["shown"])], [caption]))
     print(table(shown["shown"]))
+    print(f"ms of the median step; half of the {shown['steps']} took {low:.1f} to {high:.1f}")
     print("wrote timeline.svg: open it in a browser")
 
 

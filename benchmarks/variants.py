@@ -4,11 +4,9 @@ import os
 import sys
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 
 import torch
 
-import shm
 from common.options import UsageError
 from local_ranks.chapters import ROOT
 
@@ -112,7 +110,7 @@ def script_of(key: str, world_size: int, device: str = "cpu") -> tuple[list[str]
         return command, 1
     script = command[len(TORCHRUN) :]
     if script[:2] == ["-m", "shm"]:
-        script[:2] = [str(Path(shm.__file__).with_name("__main__.py"))]
+        script[:2] = [os.path.relpath(ROOT / "packages/shm/src/shm/__main__.py")]
     return script, world_size
 
 

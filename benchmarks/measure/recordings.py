@@ -16,6 +16,7 @@ from common.options import UsageError
 from local_ranks.chapters import ROOT
 from prove.processes import hook_variables
 from prove.watch.process_io import COLLECTIVES
+from shm.busy import LoadWatch
 
 WARM_UP = 5  # steps that are not compared
 RANKS, GLOBAL_BATCH = 2, 120
@@ -91,7 +92,12 @@ def choose_step(*runs: Sequence[Recording]) -> Results:
             raise UsageError(f"the script took {steps} steps: expected more than {WARM_UP}")
         compared += [cut(recordings, number) for number in range(WARM_UP, steps)]
     compared.sort(key=lambda step: step["ms"])
-    return {"steps": len(compared), "shown": compared[(len(compared) - 1) // 2]}
+    quarter = len(compared) // 4
+    return {
+        "steps": len(compared),
+        "ms_quartiles": [compared[quarter]["ms"], compared[-1 - quarter]["ms"]],
+        "shown": compared[(len(compared) - 1) // 2],
+    }
 
 
 def record_stages(
@@ -99,6 +105,7 @@ def record_stages(
 ) -> Results:
     """Record the stages in turns, each with so many steps in a turn."""
     about = {"model": model, "ranks": RANKS, "global_batch": GLOBAL_BATCH}
+    watch = LoadWatch()
     results: Results = {"provenance": provenance(), **about}
     runs: dict[str, list[Sequence[Recording]]] = {stage: [] for stage in stages}
     for stage in [*stages] * turns:  # in turns: what else the machine does hits them all alike
@@ -109,5 +116,6 @@ def record_stages(
             flags += [f"--run-dir={folder}", f"--data-dir={ROOT / 'data'}"]
             command = [sys.executable, *command_of(stage, RANKS), *flags]
             runs[stage].append(record(command, quiet=True))
+    results["provenance"] |= watch.load()
     results["stages"] = {stage: choose_step(*runs[stage]) for stage in stages}
     return results

@@ -1,4 +1,4 @@
-"""Run each stage as a reader would, in turns, and collect what the runs leave for the tour."""
+"""Run each stage in turns with the others, and collect what the runs leave for the tour."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from benchmarks.measure.timing import AA, timed
 from benchmarks.measure.training_step import TrainingStep
 from benchmarks.measure.turns import Plan, take_turns, warmed_up
 from benchmarks.result_files import Results, provenance
-from benchmarks.variants import VARIANTS, Layout
+from benchmarks.variants import VARIANTS, Layout, script_of
 from common.bar import progress_bar
 from common.data import ImageSet, load_dataset, loader_options
 from common.models import build_model
@@ -41,7 +41,11 @@ def measure_tour(args: Namespace) -> Results:
     train_set, _ = load_dataset(args)
     plan = make_plan(args, train_set, len(names))
     runs = {name: (key, flags_of(args, key, plan)) for name, key in names.items()}
-    print(f"{len(names)} programs, {plan.epochs} epochs each, in turns", flush=True)
+    print(f"{len(names)} programs train {plan.epochs} epochs each, in turns:", flush=True)
+    for key, flags in runs.values():
+        command, number = script_of(key, args.ranks, args.device)
+        times = f"{number} × " * (number > 1)
+        print(f"  {VARIANTS[key].title(args.ranks)}: {times}python {' '.join([*command, *flags])}")
     with progress_bar("counting memory"):
         held = count_memory(keys, args, train_set)
     with warmed_up(runs, args.ranks, plan.epoch_steps, args.run_dir) as programs:

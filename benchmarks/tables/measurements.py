@@ -8,8 +8,7 @@ from tabulate import tabulate
 
 from benchmarks.result_files import MACHINE, MIB, Results
 from benchmarks.tables.pages import table, table_of_gpu
-
-RATIO = "{ratio:.2f} ({ratio_interval[0]:.2f} to {ratio_interval[1]:.2f})"
+from shm.busy import Ratio
 
 Column = Mapping[str, str]  # the cell of each line that has one
 SHARDED = ("parameters", "gradients", "optimizer state")  # what each rank of shard/ holds
@@ -38,15 +37,21 @@ def size_text(size: int) -> str:
     return f"{size // 2**10} KiB" if size < MIB else f"{size // MIB} MiB"
 
 
+def ratio(row: Results) -> str:
+    """The cell of a ratio: its interval alone where it may be 1."""
+    return Ratio(row["ratio"], *row["ratio_interval"]).text()
+
+
 @table("stages", MACHINE, "stages")
 def stages(results: Results) -> str:
     def times_baseline(row: Results) -> str:
-        low, high = row["ratio_interval"]  # of times, not of speeds
-        return f"{1 / row['ratio']:.2f} ({1 / high:.2f} to {1 / low:.2f})"
+        return Ratio(row["ratio"], *row["ratio_interval"]).inverse().text()
+
+    def share(row: Results) -> str:
+        return Ratio(row["share"], *row["share_interval"]).text(".0%")
 
     rows = {row["label"]: row for row in results["variants"].values()}
     several = {label: row for label, row in rows.items() if "share" in row}
-    share = "{share:.0%} ({share_interval[0]:.0%} to {share_interval[1]:.0%})"
     return table_of_columns(
         {
             "samples/s": column(rows, "{samples_per_second:,.0f}"),
@@ -77,7 +82,7 @@ def scaling(results: Results) -> str:
 def ratios(results: Results) -> str:
     """A column for each model."""
     models = results["models"].items()
-    return table_of_columns({name: column(model["variants"], RATIO) for name, model in models})
+    return table_of_columns({name: column(model["variants"], ratio) for name, model in models})
 
 
 @table_of_gpu("formats")
@@ -117,8 +122,8 @@ def gloo(results: Results) -> str:
     columns = {
         "on the CPU, ms": column(cpu, "{step_ms:.2f}"),
         "on the GPU, ms": column(gpu, "{step_ms:.2f}"),
-        "GPU / CPU": column(gpu, RATIO),
-        "A/A": column(same, RATIO),
+        "GPU / CPU": column(gpu, ratio),
+        "A/A": column(same, ratio),
     }
     return table_of_columns(columns, "size")
 
@@ -139,7 +144,7 @@ def peaks(results: Results) -> str:
 def survive(results: Results) -> str:
     rows = results["variants"]
     milliseconds = column(rows, "{step_ms:.1f}")
-    return table_of_columns({"step, ms": milliseconds, "time / 05's": column(rows, RATIO)})
+    return table_of_columns({"step, ms": milliseconds, "time / 05's": column(rows, ratio)})
 
 
 @table("local_sgd", "once/local_sgd")
@@ -160,7 +165,7 @@ def local_sgd_links(results: Results) -> str:
     """Measured ratios, and beside them those that step_model.py computes from a step's time."""
     columns: dict[str, Column] = {}
     for link, row in results["links"].items():
-        columns[link] = column(row["variants"], RATIO)
+        columns[link] = column(row["variants"], ratio)
         columns[f"{link}, computed"] = column(row["computed"], "{:.2f}".format)
     return table_of_columns(columns)
 
@@ -175,7 +180,7 @@ def shard(results: Results) -> str:
         multiples["together"][name] = sum(multiples[kind][name] for kind in SHARDED)
     multiples["sent"] = results["sent_multiples"]
     columns = {head: column(numbers, "{:.2f}".format) for head, numbers in multiples.items()}
-    return table_of_columns({**columns, "time / DDP's": column(results["variants"], RATIO)})
+    return table_of_columns({**columns, "time / DDP's": column(results["variants"], ratio)})
 
 
 JUDGED = {

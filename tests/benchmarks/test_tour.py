@@ -125,10 +125,10 @@ def line_of(name: str, table: str) -> str:
 def test_a_machine_that_is_steady_gets_no_warning_and_exact_ratios():
     table = speeds_on(lambda turn: 1.0)
     assert "busy" not in table
-    assert "? (1.00 to 1.00)" in line_of("02", table)
+    assert line_of("02", table).split() == ["02", "6,000", "1.00"]
     assert "0.50 (0.50 to 0.50)" in line_of("03", table)
     assert "2.00 (2.00 to 2.00)" in line_of("04-shm", table)
-    assert line_of("04-shm", table).endswith("? (100% to 100%)")
+    assert line_of("04-shm", table).endswith(" 100%")
 
 
 def test_a_machine_that_slows_down_in_the_middle_is_called_busy_in_the_first_line():
@@ -142,7 +142,7 @@ def test_on_a_machine_that_jumps_no_ratio_is_printed_that_may_be_1():
     table = speeds_on(lambda turn: noise.uniform(1, 4))
     assert table.startswith("This machine was busy: ")
     assert " ? (" in line_of("02", table)
-    assert line_of("04-shm", table).count(" ? (") == 1, "its share of the ceiling"
+    assert re.search(r" \? \(\d+% to \d+%\)$", line_of("04-shm", table)), "of the ceiling"
     assert "cannot be: nobody is faster for talking" in table
 
 

@@ -110,6 +110,8 @@ class Ratio(NamedTuple):
 
     def text(self, form: str = ".2f") -> str:
         """Return the median with its interval; only the interval if 1 is inside."""
+        if self.low == self.high == 1:  # what the others are compared with
+            return f"{1:{form}}"
         ends = f"{self.low:{form}} to {self.high:{form}}"
         return f"? ({ends})" if self.is_one else f"{self.median:{form}} ({ends})"
 
@@ -123,11 +125,15 @@ def ratio_of(over: Sequence[float], under: Sequence[float]) -> Ratio:
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of a median by ranks, which assumes no distribution.
 
-    With fewer than nine values, it reaches from the least to the greatest. (The normal
-    approximation of the binomial ranks: Conover, Practical Nonparametric Statistics, section 3.2.)
+    With fewer than nine values, it reaches from the least to the greatest. (So many of n values lie
+    below the median as a fair coin shows heads in n throws: Conover, Practical Nonparametric
+    Statistics, section 3.2.)
     """
     ordered, n = sorted(values), len(values)
-    outside = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))  # on each side
+    outside, probability = -1, 0.0  # values on each side, and that so few lie below the median
+    while (probability := probability + math.comb(n, outside + 1) / 2**n) <= 0.025:
+        outside += 1
+    outside = max(0, outside)
     return ordered[outside], ordered[n - 1 - outside]
 
 
@@ -153,7 +159,7 @@ def why_loaded(load: Load) -> list[str]:
     cores = load["cores"]
     if load.get("other_cores", 0) > OTHERS_LIMIT * cores:
         return [f"other programs used {load['other_cores']:.1f} of {cores} cores"]
-    if "other_cores" not in load and load["load_before"] > cores / 2:
+    if "other_cores" not in load and load.get("load_before", 0) > cores / 2:
         return [f"its load was {load['load_before']:.1f} before"]
     return []
 
@@ -164,10 +170,8 @@ def why_unsteady(away: float, quartiles: Sequence[float]) -> list[str]:
     if max(away, 1 / away) > 1 + AGAIN_LIMIT:
         reasons.append(f"the same program took {away:.2f} times as long as itself")
     if high - low > ROUNDS_LIMIT * middle:
-        ends = f"{low / middle:.2f} to {high / middle:.2f}"
-        reasons.append(
-            f"a quarter of its rounds took less, and one more, than {ends} times the median"
-        )
+        ends = f"{low / middle:.2f} and {high / middle:.2f}"
+        reasons.append(f"its rounds differ (quartiles: {ends} times the median)")
     return reasons
 
 
