@@ -52,6 +52,7 @@ from local_ranks.scripts import (
     variables_of_rank,
 )
 from local_ranks.train_stage import train_once
+from shm.busy import LoadWatch
 
 SCRIPT = ROOT / "beyond/survive/train.py"
 # Trials run side by side in threads. Each reads the status of its own processes, and of no others.
@@ -460,13 +461,14 @@ def main() -> None:
         print(f"without tmpfs-full: {CANNOT_MOUNT}")
     kinds = [kind for name in args.kinds for kind in groups.get(name, [name])]
     faults = [draw(kinds[i % len(kinds)], chance) for i in range(args.faults)]
+    watch = LoadWatch()
     outcomes = inject(faults, args.jobs)
     [section] = [name for name in groups if kinds == groups[name]] or [""]
     if section and not args.without_saving:  # the other section stays as it was measured
         settings = {"steps": STEPS, "checkpoint_every_steps": STEPS_PER_CHECKPOINT}
         settings |= {"jobs": args.jobs, "seed": 1, "timeout_seconds": faults[0].timeout_seconds}
         what = KINDS if section == "faults" else {kind: text for kind, (text, _) in PAUSES.items()}
-        new = {"provenance": provenance(faults=len(faults), **settings)}
+        new = {"provenance": provenance(faults=len(faults), **settings) | watch.load()}
         new["kinds"] = summarize(outcomes, what)
         results = json.loads(file.read_text())
         save(file, results | (new if section == "faults" else {"pauses": new}))

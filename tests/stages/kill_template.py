@@ -21,6 +21,7 @@ import torch
 from benchmarks.result_files import RESULTS, provenance, save
 from local_ranks.chapters import ROOT
 from local_ranks.machine import scratch_folder
+from shm.busy import LoadWatch
 
 TEMPLATE = ROOT / "05_amp_syncbn/template.py"
 FLAGS = ("--epochs=12", "--accumulate=2", "--amp=bf16", "--workers=1")
@@ -105,10 +106,11 @@ def trial(name: str, seed: int) -> dict:
 
 
 def main() -> None:
+    watch = LoadWatch()
     rows = [trial(name, seed) for seed, name in enumerate(COMMANDS)]
     save(
         RESULTS / "template_kills.json",
-        {"provenance": provenance(), "flags": FLAGS, "trials": rows},
+        {"provenance": provenance() | watch.load(), "flags": FLAGS, "trials": rows},
     )
     if not all(row["same_bits"] for row in rows):
         raise SystemExit("a resumed run has other bits")

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 OTHERS_LIMIT = 0.1  # of all cores: more than that, used by other programs, is too much
 AGAIN_LIMIT = 0.1  # the same program may be so far from itself
-ROUNDS_LIMIT = 0.5  # of its median: so far its quartiles may be apart
+ROUNDS_LIMIT = 0.3  # of its median: so far its quartiles may be apart
 MIN_ROUNDS = 5  # fewer give no interval
 
 Load = dict[str, Any]  # load_before, other_cores, cores
