@@ -49,6 +49,7 @@ def speeds(results: Results, style: str = "github") -> str:
     for name, times in seconds.items():
         line = {"stage": f"{labels[first]} again" if name == AA else labels[name]}
         line["samples/s"] = f"{results['global_batch'] / median(times):,.0f}"
+        line["step ms"] = f"{1000 * median(times):.1f}"
         line["times the first"] = line["share of the ceiling"] = ""
         if name != first:
             # A/A is itself what the others are widened by.

@@ -125,7 +125,7 @@ def line_of(name: str, table: str) -> str:
 def test_a_machine_that_is_steady_gets_no_warning_and_exact_ratios():
     table = speeds_on(lambda turn: 1.0)
     assert "busy" not in table
-    assert line_of("02", table).split() == ["02", "6,000", "1.00"]
+    assert line_of("02", table).split() == ["02", "6,000", "20.0", "1.00"]
     assert "0.50 (0.50 to 0.50)" in line_of("03", table)
     assert "2.00 (2.00 to 2.00)" in line_of("04-shm", table)
     assert line_of("04-shm", table).endswith(" 100%")
