@@ -18,7 +18,8 @@ from benchmarks.measure.training_step import (
 )
 from benchmarks.result_files import Results
 from local_ranks.ranks import run_ranks
-from reducers import REDUCERS
+from reducers import REDUCERS, Flat
+from shared import fill_missing_gradients
 from shm.cores import pin
 
 RANKS = 2
@@ -36,6 +37,14 @@ if "batched_grad_copy" not in signature(DistributedDataParallel).parameters:
     SKIPPED["DDP, batched copies"] = f"new in torch 2.14, and this is {torch.__version__}"
 
 
+class FlatAndFlags(Flat):
+    """Flat, which first asks in a message of its own which gradients there are."""
+
+    def finish(self) -> None:
+        fill_missing_gradients(self.parameters)
+        super().finish()
+
+
 def ddp_with_sync_batchnorm(model: nn.Module) -> nn.Module:
     return ddp_without_buffers(with_sync_batchnorm(model))
 
@@ -44,7 +53,7 @@ def time_over_gloo(rank: int, name: str, effort: Effort) -> Results:
     """Time a step with each reducer and with DDP, beside one without averaging."""
     model, batch = build(name)
     variants = {"compute only": step_on_copy(model, batch)}
-    for reducer_name, reducer in REDUCERS.items():
+    for reducer_name, reducer in {**REDUCERS, "flat, one tiny message more": FlatAndFlags}.items():
         variants[reducer_name] = step_on_copy(model, batch, reducer=reducer)
     for wrap_name in (each for each in WRAPS if each not in SKIPPED):
         variants[wrap_name] = step_on_copy(model, batch, WRAPS[wrap_name])
