@@ -100,7 +100,6 @@ def measure_reducers(effort: Effort) -> Results:
             others += run_ranks(1, time_one_rank, name, effort, backend="shm")
         rows = models[name]["variants"]
         for other in others:  # "compute only" stays as timed over gloo
-            for variant in other["variants"].keys() - rows.keys():
-                rows[variant] = other["variants"][variant]
+            rows |= {each: row for each, row in other["variants"].items() if each not in rows}
         rows[AA] = rows.pop(AA)  # the last row
     return {"ranks": RANKS, "skipped": SKIPPED, "models": models}
