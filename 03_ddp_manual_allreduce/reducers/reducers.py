@@ -24,7 +24,13 @@ from torch.nn import Parameter
 
 from common.options import UsageError
 from ring import ring_all_reduce
-from shared import broadcast_model, fill_missing_gradients, views_of, write_divided_gradient
+from shared import (
+    broadcast_model,
+    fill_missing_gradients,
+    set_gradients,
+    views_of,
+    write_divided_gradient,
+)
 
 
 class PerParameter:
@@ -43,7 +49,8 @@ class PerParameter:
 class Flat:
     """One all-reduce for all gradients together, after backward.
 
-    Gradients of several dtypes travel in the widest of them.
+    Gradients of several dtypes travel in the widest of them. Behind them, a number for each
+    parameter says whether this rank has its gradient.
     """
 
     def __init__(self, model: nn.Module, all_reduce: Callable | None = None) -> None:
@@ -52,14 +59,14 @@ class Flat:
 
     @torch.no_grad()
     def finish(self) -> None:
-        gradients = fill_missing_gradients(self.parameters)
-        if not gradients:  # no rank has a gradient, so all ranks return here
-            return
-        flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        has_gradient = [parameter.grad is not None for parameter in self.parameters]
+        is_used = torch.tensor(has_gradient, device=gradients[0].device)
+        flat = torch.cat([*(gradient.flatten() for gradient in gradients), is_used])
         flat /= dist.get_world_size()  # before the sum, as DDP does: it could overflow in fp16
         self.all_reduce(flat)
-        for parameter, mean in views_of(flat, list(gradients)).items():
-            gradients[parameter].copy_(mean)
+        means, is_used = flat.tensor_split([-len(gradients)])
+        set_gradients(views_of(means, self.parameters), is_used)
 
 
 # DDP closes a bucket once it holds so many (dist._DEFAULT_FIRST_BUCKET_BYTES, and 25 MiB).
@@ -90,15 +97,21 @@ def cut_into_buckets(
 
 
 class Bucket:
-    """The gradients of some parameters in one flat tensor, which is sent as one message."""
+    """The gradients of some parameters in one flat tensor, which is sent as one message.
+
+    Behind them, a number for each parameter says whether this rank has its gradient.
+    """
 
     def __init__(self, parameters: list[Parameter]) -> None:
-        self.flat = parameters[0].new_zeros(sum(parameter.numel() for parameter in parameters))
-        self.views = views_of(self.flat, parameters)
+        size = sum(parameter.numel() for parameter in parameters)
+        self.flat = parameters[0].new_zeros(size + len(parameters))
+        self.views = views_of(self.flat[:size], parameters)
+        self.is_used = self.flat[size:]
+        self.is_used_of = dict(zip(parameters, self.is_used, strict=True))  # views of one number
         self.not_ready = set(parameters)  # their gradients are not in the bucket yet
 
     def store_gradient(self, parameter: Parameter) -> None:
-        write_divided_gradient(parameter, self.views[parameter])
+        write_divided_gradient(parameter, self.views[parameter], self.is_used_of[parameter])
         self.not_ready.discard(parameter)
 
 
@@ -146,9 +159,8 @@ class Bucketed:
         self.send_full_buckets()
         for work in self.sent:
             work.wait()
-        for parameter, gradient in fill_missing_gradients(self.parameters).items():
-            gradient.copy_(self.bucket_of[parameter].views[parameter])
         for bucket in self.buckets:
+            set_gradients(bucket.views, bucket.is_used)
             bucket.not_ready = set(bucket.views)
         self.sent = []
 

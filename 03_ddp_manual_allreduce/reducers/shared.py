@@ -28,7 +28,8 @@ def fill_missing_gradients(parameters: list[Parameter]) -> dict[Parameter, Tenso
 
     Without it, a rank that skipped a parameter would send its next gradient, and the other ranks
     would add it to the wrong one. It costs one small all-reduce, which DDP sends for the same
-    reason if find_unused_parameters=True.
+    reason if find_unused_parameters=True. The other reducers put these numbers into the message
+    that they send anyway.
     """
     has_gradient = [parameter.grad is not None for parameter in parameters]
     used = torch.tensor(has_gradient, dtype=torch.uint8, device=parameters[0].device)
@@ -48,9 +49,20 @@ def views_of(flat: Tensor, parameters: list[Parameter]) -> dict[Parameter, Tenso
     return {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
 
 
-def write_divided_gradient(parameter: Parameter, view: Tensor) -> None:
-    """Write this rank's gradient, divided by the number of ranks; zeros if it has none."""
+def write_divided_gradient(parameter: Parameter, view: Tensor, is_used: Tensor) -> None:
+    """Write this rank's gradient, divided by the number of ranks, and that it has one."""
     if parameter.grad is None:
         view.zero_()
+        is_used.zero_()
     else:
         torch.div(parameter.grad, dist.get_world_size(), out=view)
+        is_used.fill_(1)
+
+
+def set_gradients(means: dict[Parameter, Tensor], is_used: Tensor) -> None:
+    """Give each parameter its mean if some rank has used it: then its number is not 0."""
+    for (parameter, mean), used in zip(means.items(), is_used.tolist(), strict=True):
+        if used:
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(mean)

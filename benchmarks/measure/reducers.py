@@ -2,8 +2,11 @@
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 
+import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.measure.sections import section
 from benchmarks.measure.timing import AA, Effort, VariantSteps, interleave_steps, summarize
@@ -15,7 +18,8 @@ from benchmarks.measure.training_step import (
 )
 from benchmarks.result_files import Results
 from local_ranks.ranks import run_ranks
-from reducers import REDUCERS
+from reducers import REDUCERS, Flat
+from shared import fill_missing_gradients
 from shm.cores import pin
 
 RANKS = 2
@@ -26,7 +30,19 @@ WRAPS: dict[str, Callable] = {
     "DDP": ddp_without_buffers,
     "DDP, static graph": partial(ddp_without_buffers, static_graph=True),
     "DDP, gradients as views": partial(ddp_without_buffers, gradient_as_bucket_view=True),
+    "DDP, batched copies": partial(ddp_without_buffers, batched_grad_copy=True),
 }
+SKIPPED = {}  # by variant: why this torch cannot run it
+if "batched_grad_copy" not in signature(DistributedDataParallel).parameters:
+    SKIPPED["DDP, batched copies"] = f"new in torch 2.14, and this is {torch.__version__}"
+
+
+class FlatAndFlags(Flat):
+    """Flat, which first asks in a message of its own which gradients there are."""
+
+    def finish(self) -> None:
+        fill_missing_gradients(self.parameters)
+        super().finish()
 
 
 def ddp_with_sync_batchnorm(model: nn.Module) -> nn.Module:
@@ -37,10 +53,10 @@ def time_over_gloo(rank: int, name: str, effort: Effort) -> Results:
     """Time a step with each reducer and with DDP, beside one without averaging."""
     model, batch = build(name)
     variants = {"compute only": step_on_copy(model, batch)}
-    for reducer_name, reducer in REDUCERS.items():
+    for reducer_name, reducer in {**REDUCERS, "flat, one tiny message more": FlatAndFlags}.items():
         variants[reducer_name] = step_on_copy(model, batch, reducer=reducer)
-    for wrap_name, wrap in WRAPS.items():
-        variants[wrap_name] = step_on_copy(model, batch, wrap)
+    for wrap_name in (each for each in WRAPS if each not in SKIPPED):
+        variants[wrap_name] = step_on_copy(model, batch, WRAPS[wrap_name])
     if name in WITH_BATCHNORM:
         variants["DDP, SyncBN"] = step_on_copy(model, batch, ddp_with_sync_batchnorm)
     return {"local_batch": len(batch), **time_rounds(name, variants, effort)}
@@ -84,7 +100,6 @@ def measure_reducers(effort: Effort) -> Results:
             others += run_ranks(1, time_one_rank, name, effort, backend="shm")
         rows = models[name]["variants"]
         for other in others:  # "compute only" stays as timed over gloo
-            for variant in other["variants"].keys() - rows.keys():
-                rows[variant] = other["variants"][variant]
+            rows |= {each: row for each, row in other["variants"].items() if each not in rows}
         rows[AA] = rows.pop(AA)  # the last row
-    return {"ranks": RANKS, "models": models}
+    return {"ranks": RANKS, "skipped": SKIPPED, "models": models}

@@ -80,9 +80,11 @@ def scaling(results: Results) -> str:
 @table("threads", "once/threads")
 @table("reducers", "reducers")
 def ratios(results: Results) -> str:
-    """A column for each model."""
+    """A column for each model; the head says which torch this is about."""
     models = results["models"].items()
-    return table_of_columns({name: column(model["variants"], ratio) for name, model in models})
+    columns = {name: column(model["variants"], ratio) for name, model in models}
+    version = results["provenance"]["torch"].partition("+")[0]
+    return table_of_columns(columns, f"torch {version}")
 
 
 @table_of_gpu("formats")

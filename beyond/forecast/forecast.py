@@ -27,7 +27,9 @@ GOOD = 0.9  # an efficiency that needs no advice
 LINKS = {
     "nvlink-h100": Link(3.4e-6, 0.8 * 450e9),
     "nvlink-a100": Link(3.4e-6, 0.8 * 300e9),
+    "nvlink-v100": Link(3.4e-6, 0.8 * 150e9),
     "pcie-3": Link(5.7e-6, 12e9),  # hwLat there; PCI_BW in NCCL's src/graph/topo.h
+    "pcie-4": Link(5.7e-6, 24e9),  # 16 lanes of kvDictPciGen in NCCL's src/graph/topo.cc
     "infiniband-8x400": Link(14e-6, 8 * 400 * GBIT),  # a card for each of 8 GPUs
     "infiniband-200": Link(14e-6, 200 * GBIT),
     "ethernet-100": Link(50e-6, 100 * GBIT),
@@ -122,6 +124,15 @@ class Forecast:
         return f"take a faster link, or {name}: {few}, {gpus} do {self.rate(gpus):,.0f}."
 
 
+def gradients_of_unknown(parameters: float) -> list[tuple[float, float]]:
+    """Of a model that we know only by its size."""
+    return [(4 * parameters / PIECES, (i + 1) / PIECES) for i in range(PIECES)]
+
+
+def one_gpu_job(seconds: float, gradients: list[tuple[float, float]]) -> Job:
+    return Job(seconds / 3, 2 * seconds / 3, 0.0, fill_buckets(gradients))
+
+
 def counts_to(gpus: int) -> list[int]:
     """Return 1, 2, 4 ... and the last number of GPUs."""
     return [*(2**power for power in range(gpus.bit_length()) if 2**power < gpus), gpus]
@@ -163,11 +174,10 @@ def plan(args: Namespace) -> Forecast:
             f"try --gpus {args.gpus // args.gpus_per_node * args.gpus_per_node}"
         )
     if args.parameters:
-        gradients = [(4 * args.parameters / PIECES, (i + 1) / PIECES) for i in range(PIECES)]
+        gradients = gradients_of_unknown(args.parameters)
     else:
         gradients = gradients_of_classifier(args.model, args.image_size)
-    seconds, link = args.step_ms / 1000, LINKS[args.link]
-    job = Job(seconds / 3, 2 * seconds / 3, 0.0, fill_buckets(gradients))
+    job, link = one_gpu_job(args.step_ms / 1000, gradients), LINKS[args.link]
     inter_node = Link(
         args.latency_us * 1e-6 if args.latency_us else link.alpha,
         args.gbit * GBIT if args.gbit else link.beta,

@@ -1,6 +1,5 @@
 """Curves: what one line of stage 03 prevents, and how far a job scales."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -8,7 +7,7 @@ from benchmarks.result_files import Results, origin_line
 from docs.pictures.svg import INK, Drawing
 from forecast import LINKS, Forecast
 from gradient_order import fill_buckets, gradients_of_classifier
-from local_ranks.chapters import ROOT
+from published import published_job, speedups
 from step_model import Job
 
 LEFT, RIGHT, TOP, BOTTOM = 60, 460, 64, 250  # of what lies between the axes
@@ -110,9 +109,8 @@ OF_16 = 13_443.82 / 894.41
 
 def measured() -> list[tuple[float, float]]:
     """The work of so many GPUs, as NVIDIA measured it."""
-    published = json.loads((ROOT / "beyond" / "forecast" / "published.json").read_text())
-    rates = published["tokens_per_second_by_gpus"]["16 samples per GPU"]
-    return [*((int(gpus), rate / rates["1"]) for gpus, rate in rates.items()), (16, OF_16)]
+    job = published_job("Transformer-XL", "A100", batch=16)
+    return [*speedups(job).items(), (16, OF_16)]
 
 
 def draw_scaling() -> str:

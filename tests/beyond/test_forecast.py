@@ -1,6 +1,5 @@
 """A step on paper: what the chapters forecast, and when backward really has each gradient."""
 
-import json
 import random
 import re
 from dataclasses import replace
@@ -13,11 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradient_order
 import step_model
+from forecast import LINKS
 from helpers.on_ranks import on_ranks
 from helpers.outputs import output_of
 from helpers.refusals import assert_one_line, refusal
 from local_ranks.chapters import ROOT
 from local_ranks.stage_files import LESSON_FOLDERS, fresh_module
+from published import PUBLISHED, published_job, speedups
 
 SLOW = step_model.Link(1e-3, 1e8)
 
@@ -59,22 +60,21 @@ def forecast_hours(flags: str) -> dict[int, tuple[str, str]]:
     return {int(row[1]): (row[2], row[3]) for row in HOURS.finditer(output)}
 
 
+def transformer(samples: int) -> dict:
+    return published_job("Transformer-XL", "A100", batch=samples)
+
+
 def published_hours(samples: int, gpus: int) -> str:
     """What 216 hours on one GPU with 16 samples become, as NVIDIA's rates say."""
-    rates = PUBLISHED["tokens_per_second_by_gpus"]
-    one = rates["16 samples per GPU"]["1"]
-    return f"{216 * one / rates[f'{samples} samples per GPU'][str(gpus)]:.0f}"
-
-
-PUBLISHED = json.loads((LESSON_FOLDERS["forecast"] / "published.json").read_text())
+    return f"{216 * transformer(16)['rates']['1'] / transformer(samples)['rates'][str(gpus)]:.0f}"
 
 
 def test_the_example_of_a_whole_job_is_the_published_one():
     for samples, flag in ((16, "step-ms"), (8, "half-step-ms")):
-        rate = PUBLISHED["tokens_per_second_by_gpus"][f"{samples} samples per GPU"]["1"]
-        milliseconds = 1000 * samples * PUBLISHED["tokens_per_sample"] / rate
+        job = transformer(samples)
+        milliseconds = 1000 * samples * job["units_per_sample"] / job["rates"]["1"]
         assert f"--{flag}={milliseconds:.1f} " in JOB
-    assert f"--parameters={PUBLISHED['parameters'] / 1e6:.0f}e6 " in JOB
+    assert f"--parameters={transformer(16)['parameters'] / 1e6:.0f}e6 " in JOB
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
@@ -106,6 +106,48 @@ def test_the_page_compares_the_forecast_with_what_is_published():
             seen = published_hours(8, 2) if n == 2 else ""
             row = f"| {n} | {each} | {published_hours(16, n)} | {shared} | {seen} |"
             assert row.replace("  ", " ") in page
+
+
+def test_the_page_links_to_where_each_rate_was_published():
+    page = (LESSON_FOLDERS["forecast"] / "README.md").read_text()
+    assert {job["source"] for job in PUBLISHED["jobs"]} == PUBLISHED["sources"].keys()
+    assert all(f"]({source['address']})" in page for source in PUBLISHED["sources"].values())
+
+
+FORMATS = "FP32", "AMP"
+
+
+def test_a_page_on_formats_quotes_the_a100_that_is_published():
+    page = (LESSON_FOLDERS["05"] / "loss_scaling.md").read_text()
+    tf32, mixed = (published_job("ResNet-50", "A100", format=each) for each in ("TF32", "AMP"))
+    assert f"was {mixed['rates']['1'] / tf32['rates']['1']:.1f} times as fast" in page
+
+
+def test_what_the_page_concludes_follows_from_the_published_rates():
+    page = (LESSON_FOLDERS["forecast"] / "README.md").read_text()
+    bert = published_job("BERT-Large", "RTX 4090")
+    longer = 2 * bert["batch"] / bert["rates"]["2"] - bert["batch"] / bert["rates"]["1"]
+    assert f"takes {1000 * longer:.0f} ms longer with two of them" in page
+    assert f"no more than {4 * bert['parameters'] / longer / 1e9:.0f} GB/s" in page
+    v100, mixed = (published_job("ResNet-50", "V100", format=each)["rates"] for each in FORMATS)
+    work, mixed_work = v100["8"] / v100["1"], mixed["8"] / mixed["1"]
+    assert f"{work:.1f} in FP32 and of {mixed_work:.1f} in AMP, and were still" in page
+    assert f"were still {mixed['8'] / v100['8']:.1f} times as fast" in page
+    assert step_model.ring(102.2e6, 8, LINKS["nvlink-v100"]) < 2e-3
+
+
+EIGHT = re.compile(r"(\d\.\d)\D{1,12}(\d\.\d)")
+PAGES_ON_EIGHT = ["README.md", "README.zh.md", "04_ddp_torchrun/README.md"]
+PAGES_ON_EIGHT += ["docs/zh/04_ddp_torchrun.md"]
+
+
+@pytest.mark.parametrize("page", PAGES_ON_EIGHT)
+def test_pages_that_speak_of_eight_gpus_give_the_range_that_is_published(page):
+    known = [speedups(job)[8] for job in PUBLISHED["jobs"] if "8" in job["rates"]]
+    [sentence] = [
+        line for line in (ROOT / page).read_text().splitlines() if "#what-others-have" in line
+    ]
+    assert (f"{min(known):.1f}", f"{max(known):.1f}") in EIGHT.findall(sentence)
 
 
 CLASSIFIERS = ["vit_b_16", "swin_t", "convnext_tiny", "googlenet", "maxvit_t", "regnet_y_400mf"]

@@ -5,6 +5,7 @@ The oracle is one float64 process that trains on the whole batch. The ring has t
 
 from functools import cache
 from importlib import import_module
+from inspect import signature
 from itertools import product
 from unittest import mock
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import compare
 import reducers
@@ -140,6 +142,31 @@ def test_stage_03_learns_the_same_to_the_bit_with_each_reducer():
     for name in NAMES:
         assert losses_of_stage_03(name, *flags) == expected, name
     assert losses_of_stage_03("none", *flags) != expected, "the control"
+
+
+NEEDS_BATCHED_COPIES = pytest.mark.skipif(
+    "batched_grad_copy" not in signature(DistributedDataParallel).parameters,
+    reason="batched_grad_copy is new in torch 2.14",
+)
+
+
+@NEEDS_BATCHED_COPIES
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@on_ranks()
+def test_batched_copies_divide_and_ddp_multiplies_so_three_ranks_round_otherwise(rank, world_size):
+    gradients = []
+    for options in ({}, {"batched_grad_copy": True}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 6))
+        torch.manual_seed(rank)
+        ddp, batch = DistributedDataParallel(model, **options), torch.randn(8, 6)
+        for _ in range(2):  # after the first backward, DDP lays out its buckets again
+            model.zero_grad()
+            ddp(batch).square().mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    pairs = [*zip(*gradients, strict=True)]
+    assert all(torch.allclose(batched, plain, 1e-5, 1e-8) for plain, batched in pairs)
+    assert all(torch.equal(plain, batched) for plain, batched in pairs) == (world_size != 3)
 
 
 def test_a_bucket_is_closed_as_soon_as_it_holds_its_size():
