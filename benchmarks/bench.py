@@ -12,24 +12,48 @@ meanwhile. bench.md tells what each section measures.
 import argparse
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.measure.sections import find_sections
-from benchmarks.measure.timing import Effort
+from benchmarks.measure.timing import AA, Effort
 from benchmarks.result_files import RESULTS, Results, machine_file, provenance, save, save_part
 from benchmarks.tables.pages import find_tables, origin_of
 from common.options import Parser, UsageError, exit_on, int_at_least
+from local_ranks.machine import KEEP_FREED_MEMORY
+from shm.busy import LoadWatch, busy_line, why_loaded, why_unsteady
 
 SECTIONS = find_sections()
 
 
 def measure(name: str, effort: Effort) -> Results:
     """Measure a section; return its results with their provenance."""
-    command = f"python benchmarks/bench.py {name}"
-    origin = provenance(effort.device, command=command)  # before there is load
-    return {"provenance": origin, **SECTIONS[name].measure(effort)}
+    watch = LoadWatch()
+    origin = provenance(effort.device, command=f"python benchmarks/bench.py {name}")
+    results = SECTIONS[name].measure(effort)
+    return {"provenance": origin | watch.load(), **results}
+
+
+def why_busy(results: Results) -> list[str]:
+    """Say why the results cannot be believed: by the load, and by each A/A pair in them."""
+    reasons = why_loaded(results["provenance"])
+    for rows in comparisons(results):
+        first = next(iter(rows.values()))
+        low, high = first["step_ms_quartiles"]
+        reasons += why_unsteady(rows[AA]["ratio"], (low, first["step_ms"], high))
+    return reasons
+
+
+def comparisons(results: Any) -> Iterator[dict[str, Results]]:
+    """Find all rows of variants that have an A/A pair, as timing.summarize makes them."""
+    if isinstance(results, dict):
+        if AA in results and "ratio" in results[AA]:
+            yield results
+        for each in results.values():
+            yield from comparisons(each)
 
 
 def tables_of(name: str, results: Results) -> list[str]:
@@ -44,6 +68,8 @@ def store(name: str, results: Results, args: argparse.Namespace) -> None:
         save(args.out, results)
     elif args.quick or args.rounds:
         print("not stored, because the run was cut short: --out FILE stores it all the same")
+    elif reasons := why_busy(results):
+        print(f"{busy_line(reasons)}\nnot stored: --out FILE stores it all the same")
     elif SECTIONS[name].seconds_on_gpu:
         save_part(machine_file(results["provenance"]), name, results)
     else:
@@ -69,9 +95,9 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    if os.environ.get("OMP_NUM_THREADS") != "1":  # read when torch is imported
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        os.execve(sys.executable, [sys.executable, *sys.argv], env)
+    wanted = {"OMP_NUM_THREADS": "1", **KEEP_FREED_MEMORY}  # read when a program starts
+    if not wanted.items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
     rounds = 1 if args.quick else args.rounds or Effort.rounds
     results = measure(args.section, Effort(rounds, args.quick, args.device))
     print("\n\n".join(tables_of(args.section, results)))

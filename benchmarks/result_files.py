@@ -58,7 +58,7 @@ def provenance(device: str = "cpu", **settings: Any) -> Results:
     return {
         "hardware": hardware(device),
         "cores": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 2),
+        "load_before": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,
         "torchvision": version("torchvision"),
         "python": platform.python_version(),

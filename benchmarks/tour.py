@@ -1,4 +1,4 @@
-"""Run the five stages in order on this machine, compare them, and say which of them repeat 01.
+"""Run the five stages on this machine in turns, compare them, and say which of them repeat 01.
 
     python benchmarks/tour.py
     python benchmarks/tour.py --ranks 3 --stages 01,05 --epochs 3
@@ -25,7 +25,7 @@ def parse_args() -> Namespace:
     add, ranks_help = parser.add_argument, "how many processes (default: one per GPU, at least 2)"
     add("--ranks", type=int_at_least(1), default=SUPPRESS, metavar="N", help=ranks_help)
     add("--stages", default=",".join(STAGES), help="which to run, as in 01,04")
-    parser.set_defaults(model="net-bn", batch_size=None, epochs=4)
+    parser.set_defaults(model="net-bn", batch_size=None, epochs=None)
     args = parser.parse_args()
     if args.resume:
         raise UsageError("the tour begins anew: give --resume to a stage")
@@ -45,7 +45,6 @@ def main() -> None:
     results = json.loads(file.read_text())
     (args.run_dir / "report.md").write_text(report(results, time.perf_counter() - started))
     print(f"\n{learned(results, 'simple')}\n\n{speeds(results, 'simple')}\n")
-    print("One run of each: a difference of a few percent shows nothing.")
     print(f"wrote {args.run_dir}/report.md")
 
 

@@ -4,9 +4,11 @@ import os
 import sys
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 import torch
 
+import shm
 from common.options import UsageError
 from local_ranks.chapters import ROOT
 
@@ -33,6 +35,7 @@ class Variant:
     command: tuple[str, ...]  # after `python`
     layout: Layout = Layout.ONE
     all_cores: bool = False  # otherwise each process has one thread
+    keeps_memory: bool = True  # that its tensors free, see local_ranks/machine.py
     over_shm: bool = False
     bf16: bool = False
 
@@ -48,6 +51,8 @@ class Variant:
         """Say why this machine cannot run the variant, or nothing if it can."""
         if self.over_shm and (device == "cuda" or sys.platform != "linux"):
             return "shm is for CPUs and Linux"
+        if not self.keeps_memory and (device == "cuda" or sys.platform != "linux"):
+            return "only glibc's malloc has the choice"
         if self.all_cores and device == "cuda":
             return "the threads of the CPU do not compute"
         if self.all_cores and os.cpu_count() == 1:
@@ -62,6 +67,7 @@ def ranks_variant(label: str, stage: str, *command: str, **options: bool) -> Var
 SHM = (*TORCHRUN, "-m", "shm")
 VARIANTS = {
     "01": Variant("01 one process", "01", (STAGE_01,)),
+    "01-malloc": Variant("01, malloc as it comes", "01", (STAGE_01,), keeps_memory=False),
     "01-cores": Variant("01 with all cores", "01", (STAGE_01,), all_cores=True),
     "ceiling": Variant("ceiling: RANKS processes that never talk", "01", (STAGE_01,), Layout.APART),
     "02": Variant("02 DataParallel", "02", ("02_data_parallel/train.py", "--replicas", "RANKS")),
@@ -91,6 +97,23 @@ def command_of(key: str, world_size: int, device: str = "cpu") -> list[str]:
     parts = [part.replace("RANKS", str(world_size)) for part in VARIANTS[key].command]
     parts = [os.path.relpath(ROOT / part) if part.endswith(".py") else part for part in parts]
     return [*parts, *backend_flags(VARIANTS[key].stage, world_size, device)]
+
+
+def script_of(key: str, world_size: int, device: str = "cpu") -> tuple[list[str], int]:
+    """Return the script of a variant with its flags, and how many processes a launcher starts.
+
+    torchrun adds only their number and where they meet, and `-m shm` is a script, too.
+    """
+    variant = VARIANTS[key]
+    command = command_of(key, world_size, device)
+    if variant.layout is Layout.APART:
+        return command, world_size
+    if command[: len(TORCHRUN)] != [part.replace("RANKS", str(world_size)) for part in TORCHRUN]:
+        return command, 1
+    script = command[len(TORCHRUN) :]
+    if script[:2] == ["-m", "shm"]:
+        script[:2] = [str(Path(shm.__file__).with_name("__main__.py"))]
+    return script, world_size
 
 
 def backend_flags(stage: str, world_size: int, device: str) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.result_files import Results
+from shm.busy import ratio_of
 
 AA = "A/A"  # the first variant once more
 
@@ -29,9 +30,8 @@ class Effort:
     device: str = "cpu"
 
 
-def interleave_runs(variants: Mapping[str, Callable[[], float]], rounds: int) -> Times:
-    """Run each variant in every round, in a random order; a run returns its seconds per step."""
-    runs = {**variants, AA: variants[next(iter(variants))]}
+def interleave_runs(runs: Mapping[str, Callable[[], float]], rounds: int) -> Times:
+    """Make each run in every round, in a random order; a run returns its seconds per step."""
     times: Times = {name: [] for name in runs}
     order = random.Random(0)  # the same on every rank
     for _ in range(rounds):
@@ -59,7 +59,8 @@ def interleave_steps(variants: VariantSteps, rounds: int, steps: int = 1) -> Tim
     for step in variants.values():
         for _ in range(min(3, rounds)):  # DDP rearranges its buckets after the first step
             step()
-    return interleave_runs({name: timed(step, steps) for name, step in variants.items()}, rounds)
+    runs = {name: timed(step, steps) for name, step in variants.items()}
+    return interleave_runs({**runs, AA: runs[next(iter(runs))]}, rounds)
 
 
 def largest_of_ranks(seconds: list[float]) -> list[float]:
@@ -79,11 +80,9 @@ def synchronized_time() -> float:
 
 
 def ratio_to(baseline: list[float], seconds: list[float]) -> tuple[float, list[float]]:
-    """Compute the median of the rounds' ratios, and its 95 % interval by the bootstrap."""
-    ratios = np.divide(seconds, baseline)
-    draws = np.random.default_rng(0).integers(len(ratios), size=(2000, len(ratios)))
-    interval = np.percentile(np.median(ratios[draws], axis=1), [2.5, 97.5])
-    return round(float(np.median(ratios)), 4), [round(float(end), 4) for end in interval]
+    """Compute the median of the rounds' ratios, and its 95 % interval."""
+    ratio = ratio_of(seconds, baseline)
+    return round(ratio.median, 4), [round(ratio.low, 4), round(ratio.high, 4)]
 
 
 def summarize(times: Times) -> dict[str, Results]:

@@ -1,14 +1,22 @@
 """What the tour says: its tables and its report, made from tour.json."""
 
 import math
+from statistics import median
 from typing import NamedTuple
 
 from tabulate import tabulate
 
+from benchmarks.measure.timing import AA
 from benchmarks.result_files import MIB, Results
 from benchmarks.tables.pages import table
-from benchmarks.variants import VARIANTS
+from benchmarks.variants import VARIANTS, Layout
+from shm.busy import away_from_itself, busy_line, ratio_of, why_busy
 
+HOW_TO_READ = """\
+In brackets: between what the median of the rounds lies, by the rounds and by how far the first
+program is from itself. A ratio with ? may be 1: this run cannot tell the two apart."""
+BEYOND_THE_CEILING = """\
+A share above 100% cannot be: nobody is faster for talking. It is noise."""
 EQUAL = 1e-5  # fp32 losses of the first epoch that differ less count as equal
 
 
@@ -33,22 +41,26 @@ def learned(results: Results, style: str = "github") -> str:
 
 
 def speeds(results: Results, style: str = "github") -> str:
-    """How fast each stage was in this one run, and last of all the ceiling."""
-    rows: list[Results] = [*results["rows"].values(), *results["ceiling"]]
-    first, lines = rows[0]["summary"]["samples_per_second"], []
-    for row in rows:
-        summary, speed = row["summary"], row["summary"]["samples_per_second"]
-        low, high = summary["step_ms_quartiles"]
-        lines.append(
-            {
-                "stage": row["label"],
-                "samples/s": f"{speed:,.0f}",
-                "times the first": f"{speed / first:.2f}",
-                "share of the ceiling": f"{row['share']:.0%}" if "share" in row else "",
-                "step ms (quartiles)": f"{summary['step_ms']:.1f} ({low:.1f} to {high:.1f})",
-            }
-        )
-    return aligned(lines, style)
+    """How fast each program was in the rounds; first of all, whether that can be believed."""
+    seconds, labels = results["step_seconds"], results["labels"]
+    first, ceiling = next(iter(results["rows"])), seconds.get("ceiling")
+    away = away_from_itself(seconds[first], seconds[AA])
+    lines, beyond = [], False
+    for name, times in seconds.items():
+        line = {"stage": f"{labels[first]} again" if name == AA else labels[name]}
+        line["samples/s"] = f"{results['global_batch'] / median(times):,.0f}"
+        line["times the first"] = line["share of the ceiling"] = ""
+        if name != first:
+            # A/A is itself what the others are widened by.
+            ratio = ratio_of(seconds[first], times).widened(1 if name == AA else away)
+            line["times the first"] = ratio.text()
+        if ceiling and name in VARIANTS and VARIANTS[name].layout is Layout.RANKS:
+            share = ratio_of(ceiling, times).widened(away)
+            line["share of the ceiling"], beyond = share.text(".0%"), beyond or share.high > 1
+        lines.append(line)
+    reasons = why_busy(results["provenance"], seconds[first], seconds[AA])
+    notes = [HOW_TO_READ, BEYOND_THE_CEILING] if beyond else [HOW_TO_READ]
+    return "\n\n".join([busy_line(reasons)] * bool(reasons) + [aligned(lines, style), *notes])
 
 
 def aligned(lines: list[dict[str, str]], style: str) -> str:
@@ -117,13 +129,14 @@ A stage repeats 01 if no loss of the first epoch differs by more than 1e-5.
 
 {speeds}
 
-samples/s: from the median step, of all processes together. The ceiling is stage 01 in as many \
-processes as there are ranks, each with its local batch, which never talk. Each stage ran once, so \
-a difference of a few percent shows nothing: `make bench` lets the stages take turns, and tells \
-which differences exceed the noise.
+samples/s: from the median step, of all processes together, in {rounds} rounds, in each of which \
+every program trained for a turn while the others stood still. The ceiling is stage 01 in as many \
+processes as there are ranks, each with its local batch, which never talk.
 """
 
 
 def report(results: Results, seconds: float) -> str:
     tables = {"learned": learned(results), "speeds": speeds(results), "repeats": repeats(results)}
-    return REPORT.format(seconds=seconds, **results["provenance"], **{**results, **tables})
+    rounds = len(results["step_seconds"][AA])
+    about = {**results["provenance"], **results, **tables, "rounds": rounds}
+    return REPORT.format(seconds=seconds, **about)

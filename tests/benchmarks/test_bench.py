@@ -2,21 +2,26 @@
 
 import json
 import re
+import signal
+import time
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import peak
 from benchmarks import bench, result_files
-from benchmarks.measure import stage_runs, stages
+from benchmarks.measure import stages, turns
 from benchmarks.measure.timing import AA, Effort
 from benchmarks.tables import measurements
 from benchmarks.tables import pages as page_tables
 from benchmarks.variants import VARIANTS, Layout
 from helpers.refusals import assert_one_line, refusal
-from helpers.scripts import run_script
-from local_ranks.machine import scratch_folder
+from local_ranks.machine import SECONDS, scratch_folder, timeout_under_load
+from local_ranks.run_files import read_metrics
+from local_ranks.scripts import run_script
 from repository_pages import ALL_PAGES
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -56,16 +61,15 @@ def test_a_section_runs_and_finds_what_its_committed_results_hold(name):
     assert not shown or f"Measured on {results['provenance']['hardware']}" in shown[-1]
 
 
-STEPS = [{"epoch": epoch, "seconds": 0.001 + 0.004 * epoch} for epoch in (0, 1)]
-
-
 @pytest.fixture
 def no_stage_runs(monkeypatch):
-    """Instead of running, a stage takes 1 ms in the first epoch and 5 ms in the second. Processes
-    that never talk take 4 ms."""
-    run = stage_runs.StageRun({}, STEPS)
-    monkeypatch.setattr(stages, "run_quietly", lambda key, ranks, device, *flags, threads: run)
-    monkeypatch.setattr(stages, "time_without_messages", lambda ranks, batch, *flags: [0.004])
+    """Instead of training, a program takes 5 ms a step, and processes that never talk 4 ms."""
+
+    def times(keys, model, ranks, effort, average=None):
+        apart = {key: VARIANTS[key].layout is Layout.APART for key in keys}
+        return {key: [0.004 if apart[key] else 0.005] * 3 for key in keys} | {AA: [0.005] * 3}
+
+    monkeypatch.setattr(stages, "time_in_turns", times)
 
 
 @pytest.mark.usefixtures("no_stage_runs")
@@ -113,30 +117,88 @@ def test_a_changed_program_makes_a_commit_dirty_and_stored_results_do_not(tmp_pa
     assert result_files.commit() == f"{clean}-dirty"
 
 
-class Trains:
-    """Stands in for a process; each time it is polled, it writes the next of these epochs."""
+def test_a_program_trains_only_in_its_turns(tmp_path):
+    """The control: without turns, it would have written the rest of its epochs meanwhile."""
+    run = ("01", ("--model=net-bn", "--epochs=40", "--batch-size=500", "--device=cpu"))
+    with turns.warmed_up({"01": run}, 2, 3, tmp_path) as programs:
+        program = programs["01"]
+        first = stopped(program)
+        assert len(program.first_turn) >= 3
+        time.sleep(0.5)
+        assert stopped(program) == first, "nothing happens while it waits"
+        steps = program.take_turn(6)
+        assert len(steps) >= 6
+        assert stopped(program) > first
+        [process] = program.processes
+    assert process.exitcode == -signal.SIGKILL
 
-    def __init__(self, folder, *epochs):
-        self.folder, self.epochs, self.step = folder, list(epochs), 0
+
+def stopped(program: turns.Program) -> int:
+    """Wait until the program has been stopped; return how many steps it has written."""
+    [process] = program.processes
+    end = time.monotonic() + timeout_under_load(SECONDS)
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return len(read_metrics(program.folders[0]))
+
+
+class Waits:
+    """Stands in for a process that lives."""
+
+    exitcode, pid = None, None
+
+    def is_alive(self):
+        return True
+
+
+def test_a_turn_of_the_ceiling_ends_when_all_of_its_processes_have_taken_their_steps(
+    tmp_path, monkeypatch
+):
+    """The second one is slower, so the first one goes on for as long: both count."""
+    written = [[1.0], []], [[1.0, 1.0], [3.0]], [[1.0], [3.0, 3.0]]
+    program = turns.Program.__new__(turns.Program)
+    program.folders, program.processes = [tmp_path / "0", tmp_path / "1"], [Waits(), Waits()]
+    program.lines, program.label = [0, 0], "ceiling"
+    for folder in program.folders:
         folder.mkdir()
+    coming, steps = iter(written), [0, 0]
 
-    def poll(self):
-        for number, seconds in self.epochs.pop(0):
-            self.step += 1
-            line = {"epoch": number, "step": self.step, "seconds": seconds}
-            with (self.folder / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
+    def write_next(_seconds):
+        for number, each in enumerate(next(coming)):
+            with (program.folders[number] / "metrics.jsonl").open("a") as file:
+                for seconds in each:
+                    steps[number] += 1
+                    line = {"epoch": 0, "step": steps[number], "seconds": seconds}
+                    file.write(json.dumps(line) + "\n")
+
+    monkeypatch.setattr(turns.time, "sleep", write_next)
+    assert program.take_turn(3) == [1.0] * 4 + [3.0] * 3
+    assert program.lines == [4, 3]
 
 
-def test_the_ceiling_counts_only_steps_during_which_all_processes_train(tmp_path, monkeypatch):
-    """The second one starts late: what the first does meanwhile, alone, takes 1 s a step, and the
-    epoch that is under way when the second has ended its first one does not count either."""
-    monkeypatch.setattr(stage_runs.time, "sleep", lambda seconds: None)
-    alone, apart = [(0, 1.0), (0, 1.0)], [(3, 2.0), (3, 2.0)]
-    early = Trains(tmp_path / "0", alone, [(1, 1.0)], [(2, 1.0)], apart, [(4, 2.0), (4, 9.0)])
-    late = Trains(tmp_path / "1", [], [(0, 1.0)], [(1, 1.0)], [(2, 3.0)], [(3, 3.0), (3, 3.0)])
-    folders = [tmp_path / "0", tmp_path / "1"]
-    assert stage_runs.steps_of_all([early, late], folders, 3) == [2.0] * 3 + [3.0] * 3
+def test_a_busy_machine_stores_nothing_unless_a_file_is_named(tmp_path, monkeypatch, capsys):
+    """The control: the same results of a machine at rest are stored."""
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    rows = {"compute only": {"step_ms": 10.0, "step_ms_quartiles": [9.9, 10.1], "ratio": 1.0}}
+    rows[AA] = {**rows["compute only"], "ratio": 1.02}
+    quiet = {"load_before": 0.2, "other_cores": 0.05, "cores": 2, "commit": "c"}
+    args = SimpleNamespace(out=None, quick=False, rounds=None)
+    cases = {
+        "other programs used 0.9 of 2 cores": (quiet | {"other_cores": 0.9}, rows),
+        "1.30 times as long as itself": (quiet, rows | {AA: {**rows[AA], "ratio": 1.3}}),
+    }
+    for reason, (origin, variants) in cases.items():
+        results = {"provenance": origin, "models": {"net": {"variants": variants}}}
+        bench.store("drift", results, args)
+        assert reason in capsys.readouterr().out
+        assert not any(tmp_path.iterdir())
+    named = SimpleNamespace(**{**vars(args), "out": tmp_path / "named.json"})
+    bench.store("drift", results, named)
+    assert (tmp_path / "named.json").exists()
+    quiet_results = {"provenance": quiet, "models": {"net": {"variants": rows}}}
+    bench.store("drift", quiet_results, args)
+    assert (tmp_path / "drift.json").exists()
 
 
 WRONG_CALLS = {

@@ -20,7 +20,7 @@ from benchmarks.measure.timeline_recorder import MESSAGES, Kind, RecordedStep, R
 from docs.pictures import timeline
 from helpers.on_ranks import run_on_ranks
 from helpers.refusals import assert_one_line, refusal
-from helpers.scripts import run_script
+from local_ranks.scripts import run_script
 
 PROGRAM = "benchmarks/timeline.py"
 

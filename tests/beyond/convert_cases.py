@@ -3,8 +3,8 @@
 from functools import cache
 from pathlib import Path
 
-from helpers.scripts import launch_script, run_script
 from local_ranks.machine import scratch_folder
+from local_ranks.scripts import launch_script, run_script
 from local_ranks.stage_files import fresh_module
 from prove_runs import TORCHRUN, verdicts
 from repository_pages import ROOT

@@ -41,16 +41,16 @@ from benchmarks.result_files import RESULTS, provenance, save
 from common.options import Parser, int_at_least
 from durable import CheckpointError, newest_whole, previous_path
 from helpers.machine import free_port
-from helpers.scripts import (
+from helpers.small_disk import CANNOT_MOUNT, can_mount, fill, small_disk
+from local_ranks.chapters import ROOT
+from local_ranks.ranks import PROCESS_DEFAULTS
+from local_ranks.run_files import Run, same_run, same_weights
+from local_ranks.scripts import (
     become_script,
     prepare_for_script,
     store_of_a_launcher,
     variables_of_rank,
 )
-from helpers.small_disk import CANNOT_MOUNT, can_mount, fill, small_disk
-from local_ranks.chapters import ROOT
-from local_ranks.ranks import PROCESS_DEFAULTS
-from local_ranks.run_files import Run, same_run, same_weights
 from local_ranks.train_stage import train_once
 
 SCRIPT = ROOT / "beyond/survive/train.py"

@@ -30,7 +30,7 @@ from convert_cases import (
 )
 from helpers.on_ranks import on_ranks, run_on_ranks
 from helpers.outputs import differences
-from helpers.scripts import run_script
+from local_ranks.scripts import run_script
 from markers import fences
 from page_sources import shell
 from prove_runs import TORCHRUN, run

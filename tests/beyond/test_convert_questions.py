@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 import check_gradient
 from check_gradient import gradient_difference
 from helpers.on_ranks import on_ranks, run_on_ranks
-from helpers.scripts import launch_script
+from local_ranks.scripts import launch_script
 from markers import fences
 from repository_pages import ROOT
 

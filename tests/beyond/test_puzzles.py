@@ -14,7 +14,6 @@ import pytest
 
 import grade_class
 import judge_answer
-from helpers.scripts import run_script
 from local_ranks.chapters import ROOT
 from local_ranks.machine import (
     SECONDS,
@@ -23,6 +22,7 @@ from local_ranks.machine import (
     use_default_start_method,
 )
 from local_ranks.ranks import PROCESS_DEFAULTS
+from local_ranks.scripts import run_script
 from local_ranks.stage_files import replace_once
 
 PUZZLES = {puzzle.number: puzzle for puzzle in judge_answer.MISTAKES}

@@ -17,7 +17,7 @@ import levels
 import peak
 from benchmarks.measure import sharding
 from helpers.on_ranks import run_on_ranks
-from helpers.scripts import run_script
+from local_ranks.scripts import run_script
 from shard_cases import (
     BY_HAND,
     FSDP,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import launch
 from helpers.on_ranks import gather_from_ranks, on_ranks
 from helpers.refusals import assert_one_line, refusal
-from helpers.scripts import launcher_variables
+from local_ranks.scripts import launcher_variables
 
 
 def answer_of(function, *args: object) -> str:

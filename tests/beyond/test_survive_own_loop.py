@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from helpers.scripts import launch_script, run_script
+from local_ranks.scripts import launch_script, run_script
 from local_ranks.stage_files import LESSON_FOLDERS
 from markers import fences
 

@@ -13,10 +13,10 @@ from common.options import make_parser
 from helpers.machine import free_port
 from helpers.on_ranks import run_on_ranks
 from helpers.refusals import assert_one_line, refusal
-from helpers.scripts import launcher_variables, run_script
 from helpers.small_data import few_digits, random_pictures
 from local_ranks.chapters import ROOT
 from local_ranks.run_files import read_metrics, same_run
+from local_ranks.scripts import launcher_variables, run_script
 from local_ranks.train_stage import FP32, load_stage, run_main, train, train_once
 
 SCRIPT = "beyond/survive/train.py"

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from durable import MARK
-from helpers.scripts import launch_script, run_script
 from local_ranks.chapters import ROOT
 from local_ranks.machine import scratch_folder
+from local_ranks.scripts import launch_script, run_script
 from local_ranks.stage_files import LESSON_FOLDERS
 
 SCRIPTS = {  # the script of each folder that has one

@@ -10,8 +10,8 @@ import pytest
 
 from break_it import file_of, rows_of
 from helpers.outputs import differences
-from helpers.scripts import run_script
 from local_ranks.ranks import RankError
+from local_ranks.scripts import run_script
 from local_ranks.stage_files import LESSON_FOLDERS, changed_source
 from markers import fences
 

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.tables.pages import text_of
 from helpers.outputs import differences
-from helpers.scripts import launch_script, run_script
 from local_ranks.machine import scratch_folder
+from local_ranks.scripts import launch_script, run_script
 from markers import TABLE, fences
 from page_sources import quotation, shell
 from repository_pages import ALL_PAGES, CHINESE, ROOT

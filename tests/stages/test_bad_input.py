@@ -13,8 +13,8 @@ from common.models import build_model
 from common.options import UsageError
 from helpers.machine import free_port
 from helpers.refusals import SCRIPTS, assert_one_line, refusal
-from helpers.scripts import launch_script, launcher_variables, run_script
 from helpers.small_data import few_digits
+from local_ranks.scripts import launch_script, launcher_variables, run_script
 from local_ranks.train_stage import options
 
 GPUS = torch.cuda.device_count()

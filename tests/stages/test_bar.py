@@ -12,16 +12,16 @@ from threading import Thread
 
 import pytest
 
-from helpers.scripts import (
+from local_ranks.chapters import ROOT
+from local_ranks.machine import SECONDS, timeout_under_load
+from local_ranks.ranks import PROCESS_DEFAULTS
+from local_ranks.scripts import (
     become_script,
     launch_script,
     run_script,
     store_of_a_launcher,
     variables_of_rank,
 )
-from local_ranks.chapters import ROOT
-from local_ranks.machine import SECONDS, timeout_under_load
-from local_ranks.ranks import PROCESS_DEFAULTS
 
 STAGE = """
 import runpy

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from collectives import play
 from helpers.on_ranks import run_on_ranks
-from helpers.scripts import run_script
 from local_ranks.ranks import run_ranks
+from local_ranks.scripts import run_script
 from rank_variables import cyclic, verdict
 
 

@@ -22,9 +22,9 @@ from collectives import play
 from helpers.machine import is_running
 from helpers.on_ranks import gather_from_ranks, on_ranks
 from helpers.outputs import output_of
-from helpers.scripts import fork_ranks
 from local_ranks.chapters import ROOT
 from local_ranks.ranks import PROCESS_DEFAULTS, run_ranks
+from local_ranks.scripts import fork_ranks
 from local_ranks.train_stage import load_stage
 
 LESSONS = collectives.LESSONS

@@ -33,8 +33,8 @@ from helpers.rehearsal import (
     RankLog,
     rehearse,
 )
-from helpers.scripts import launch_script
 from local_ranks.chapters import ROOT
+from local_ranks.scripts import launch_script
 from local_ranks.train_stage import load_stage
 
 JOINS = {  # how the ranks of each script join; some name their GPU then, too

@@ -15,11 +15,11 @@ import torch
 from common.data import load_dataset
 from common.models import build_model
 from helpers.on_ranks import run_on_ranks
-from helpers.scripts import run_script
 from helpers.small_data import few_digits, random_pictures
 from local_ranks.chapters import ROOT
 from local_ranks.machine import scratch_folder
 from local_ranks.run_files import Run, same_run
+from local_ranks.scripts import run_script
 from local_ranks.train_stage import (
     FP32,
     ON_CPU,

@@ -6,9 +6,9 @@ from torch import nn
 
 import peak
 from helpers.on_ranks import on_ranks
-from helpers.scripts import launch_script, run_script
 from local_ranks.chapters import ROOT
 from local_ranks.run_files import Run
+from local_ranks.scripts import launch_script, run_script
 from local_ranks.stage_files import LESSON_FOLDERS
 from sync_batchnorm import convert_sync_batchnorm as by_hand
 

@@ -9,9 +9,9 @@ import torch
 
 from helpers.machine import free_port
 from helpers.refusals import SCRIPTS
-from helpers.scripts import launcher_variables, run_script
 from helpers.small_data import few_digits
 from local_ranks.run_files import Run
+from local_ranks.scripts import launcher_variables, run_script
 from local_ranks.train_stage import ONE_EPOCH, train_once
 from markers import fences
 

@@ -6,10 +6,10 @@ import pytest
 
 from common.run_folder import set_aside
 from helpers.refusals import SCRIPTS, assert_one_line
-from helpers.scripts import run_script
 from helpers.small_data import few_digits
 from helpers.small_disk import CANNOT_MOUNT, fill, small_disk
 from local_ranks.run_files import read_metrics
+from local_ranks.scripts import run_script
 from local_ranks.train_stage import FP32, ONE_EPOCH, train
 
 FIVE_STEPS = (*few_digits(), *ONE_EPOCH)  # an epoch has 5 steps

@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DistributedSampler
 from torchvision.transforms.functional import to_pil_image
 
-from helpers.scripts import launch_script, run_script
 from local_ranks.chapters import ROOT
 from local_ranks.machine import scratch_folder
+from local_ranks.scripts import launch_script, run_script
 from local_ranks.stage_files import replace_once
 from local_ranks.train_stage import default_dtype
 from markers import fences, sides

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from helpers.machine import free_port
 from helpers.on_ranks import on_ranks
 from helpers.refusals import Trap, assert_one_line, refusal, seal
-from helpers.scripts import launcher_variables
+from local_ranks.scripts import launcher_variables
 
 # A zip file has checksums; survive also asks for one of its own, which `seal` writes.
 MALICIOUS_FILES = {  # the script and its flag, whether the file is a zip file, whether it is sealed

@@ -2,6 +2,7 @@
 
     run_script("01_single_gpu/train.py", flag)       # exit status and output of one process
     launch_script("04_ddp_torchrun/train.py", flag)  # the same for each of two ranks
+    start_script("04_ddp_torchrun/train.py", flag)   # only starts it: benchmarks let several wait
 
 Each process comes from a fork server that has imported torch, and becomes the script.
 """
@@ -13,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,14 @@ from local_ranks.chapters import ROOT
 from local_ranks.machine import (
     SECONDS,
     scratch_folder,
+    set_malloc,
     timeout_under_load,
     use_default_start_method,
 )
 from local_ranks.ranks import (
     PROCESS_DEFAULTS,
     STORE_OF_A_LAUNCHER,
+    end_with_parent,
     torchrun_variables,
 )
 
@@ -77,9 +81,9 @@ def _run_when(rank: int, all_started: Event, function: Callable, *args: Any) -> 
     function(rank, *args)
 
 
-def prepare_for_script(script: str, flags: Sequence[str], output: str) -> None:
+def prepare_for_script(script: str, flags: Sequence[str], output: str, threads: int) -> None:
     """Make this process like one that was started for the script and prints into this file."""
-    torch.set_num_threads(1)  # OMP_NUM_THREADS is read when torch is imported: before this process
+    torch.set_num_threads(threads)  # torch has read OMP_NUM_THREADS before, in the fork server
     use_default_start_method()
     with open(output, "wb") as file:
         os.dup2(file.fileno(), 1)
@@ -91,13 +95,25 @@ def prepare_for_script(script: str, flags: Sequence[str], output: str) -> None:
 
 
 def become_script(
-    rank: int, env: dict[str, str], script: str, flags: tuple, cwd: str, output: str
+    rank: int,
+    env: dict[str, str],
+    script: str,
+    flags: tuple,
+    cwd: str,
+    output: str,
+    own_group: bool,
+    forks: bool,
 ) -> None:
     """Run the script as `python SCRIPT FLAGS` would, and end with its exit status."""
+    if own_group:
+        os.setpgid(0, 0)
+        end_with_parent()
     os.environ.update(env)
+    set_malloc(env)
     os.chdir(cwd)
-    prepare_for_script(script, flags, f"{output}.{rank}")
-    fork_ranks()
+    prepare_for_script(script, flags, f"{output}.{rank}", int(env.get("OMP_NUM_THREADS", 1)))
+    if forks:
+        fork_ranks()
     try:
         runpy.run_path(script, run_name="__main__")
         status = 0
@@ -111,6 +127,32 @@ def become_script(
     os._exit(status)
 
 
+def start_script(
+    script: str,
+    *flags: str,
+    output: str,
+    processes: int = 1,
+    env: dict[str, str] | None = None,
+    cwd: str | Path = ROOT,
+    own_group: bool = False,
+    forks: bool = True,
+) -> list[BaseProcess]:
+    """Start `python SCRIPT FLAGS` as that many processes, which print into OUTPUT.0, OUTPUT.1 ...
+
+    env: what a launcher adds; {RANK} in a value becomes the rank. own_group: each process, with
+    those that it starts, gets signals of its own, and ends when this process does. forks: it forks
+    the ranks that it starts, which a process that has looked for GPUs may not do.
+    """
+    started = []
+    for rank in range(processes):
+        variables = variables_of_rank(rank, env or {})
+        call = (str(ROOT / script), flags, str(cwd), output, own_group, forks)
+        arguments = (rank, variables, *call)
+        started.append(PROCESS_DEFAULTS.context().Process(target=become_script, args=arguments))
+        started[-1].start()
+    return started
+
+
 def run_script(
     script: str,
     *flags: str,
@@ -119,15 +161,9 @@ def run_script(
     cwd: str | Path = ROOT,
     seconds: float = SECONDS,
 ) -> list[tuple[int, str]]:
-    """Run `python SCRIPT FLAGS` as that many processes; exit status and output of each.
-    env: what a launcher adds; {RANK} in a value becomes the rank."""
+    """Run a script as start_script does; return exit status and output of each process."""
     output = f"{scratch_folder()}/out"
-    started = []
-    for rank in range(processes):
-        variables = variables_of_rank(rank, env or {})
-        arguments = (rank, variables, str(ROOT / script), flags, str(cwd), output)
-        started.append(PROCESS_DEFAULTS.context().Process(target=become_script, args=arguments))
-        started[-1].start()
+    started = start_script(script, *flags, output=output, processes=processes, env=env, cwd=cwd)
     deadline = time.monotonic() + timeout_under_load(seconds)
     for process in started:
         process.join(max(0.1, deadline - time.monotonic()))
