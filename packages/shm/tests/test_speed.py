@@ -1,10 +1,9 @@
-"""speed.py prints no ratio that the machine's noise could have made, and measures the limit in C."""
+"""speed.py prints no ratio that noise could have made, and measures the limit in C."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import shm  # noqa: F401 (the backend)
 from shm import fast, speed
 from shm_cases import needs_a_compiler
 from shm_ranks import run_on_ranks
