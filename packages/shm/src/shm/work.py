@@ -28,7 +28,7 @@ from shm.segment import BELL, ENDED, LATE, SPINS, CallSteps, Cause, Segment
 
 POLLS_PER_CHECK = 200  # polls of a call between two checks that the awaited ranks live
 NAP, MAX_NAP = 50e-6, 1e-3  # seconds
-IDLE_NAPS = 5  # of the thread before it sleeps, since waking it takes longer than most waits
+IDLE_NAPS = 2  # of the thread before it sleeps, since waking it takes longer than most waits
 FUTURE_WAIT = 0.01  # seconds: DDP asks for a future at once, and a thread would take longer
 
 CallQueue = deque["Work"]  # calls that must be carried out in their order
@@ -363,10 +363,10 @@ class CallScheduler:
 
     def sleep_until_needed(self) -> None:
         with self.lock:
-            self.thread_sleeps = True
-            while (self.waiting or not self.running) and not self.stopped:
+            if (self.waiting or not self.running) and not self.stopped:
+                self.thread_sleeps = True
                 self.needs_thread.wait()
-            self.thread_sleeps = False
+                self.thread_sleeps = False
 
     def stop(self) -> None:
         """End the thread before the interpreter ends: a thread killed in C++ would abort it."""
