@@ -2,7 +2,7 @@
  * with the same bits, so a rank that runs it and a rank that runs Python understand each other.
  * fast.py compiles and calls it. It defines the constants that both sides must know: the counters of
  * a rank (see segment.py), MAX_RANKS, SPINS_PER_YIELD, and what all_reduce returns: DONE or
- * DIFFERS.
+ * DIFFERS. The last three functions measure the limit, for speed.py.
  */
 
 #include <limits.h>
