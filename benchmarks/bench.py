@@ -39,7 +39,7 @@ def measure(name: str, effort: Effort) -> Results:
 
 def why_busy(results: Results) -> list[str]:
     """Say why the results cannot be believed: by the load, and by each A/A pair in them."""
-    reasons = why_loaded(results["provenance"])
+    reasons = why_loaded(results["provenance"]) + results.get("busy", [])
     for rows in comparisons(results):
         first = next(iter(rows.values()))
         low, high = first["step_ms_quartiles"]

@@ -19,17 +19,15 @@ CALLS = ("broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_
 def measure_shm(effort: Effort) -> Results:
     """Measure the table of `python -m shm.speed`, and other calls and more ranks."""
     sizes = SIZES[:1] if effort.quick else SIZES
-    seconds = 1 if effort.quick else 60
-    calls = []
+    seconds = 1 if effort.quick else 45
     results = speed(2, ["all_reduce"], sizes, seconds)
+    results["calls"] = []
     for ranks in (2,) if effort.quick else (2, 3, 5):
         names = CALLS if ranks == 2 else ("all_reduce", *CALLS)
-        calls += speed(ranks, names, sizes, seconds)["rows"]
-    return {
-        "rows": results["rows"],
-        "python": results["python"],
-        "calls": calls,
-    }
+        others = speed(ranks, names, sizes, seconds)
+        results["calls"] += others["rows"]
+        results["busy"] += others["busy"]
+    return results
 
 
 def speed(ranks: int, calls: Sequence[str], sizes: Sequence[int], seconds: float) -> Results:

@@ -9,6 +9,7 @@ from tabulate import tabulate
 from benchmarks.result_files import MACHINE, MIB, Results
 from benchmarks.tables.pages import table, table_of_gpu
 from shm.busy import Ratio
+from shm.speed import COLUMNS
 
 Column = Mapping[str, str]  # the cell of each line that has one
 SHARDED = ("parameters", "gradients", "optimizer state")  # what each rank of shard/ holds
@@ -216,31 +217,23 @@ def pauses(results: Results) -> str:
 
 @table("shm", "shm")
 def shm_sizes(results: Results) -> str:
-    """A line for each size of an all-reduce, beside the copy that it cannot outrun."""
-    rows = []
-    for row in results["rows"]:
-        times_gloo, share = row["gloo_us"] / row["shm_us"], row["limit_us"] / row["shm_us"]
-        size = size_text(row["bytes"])
-        rows.append({**row, "size": size, "times_gloo": times_gloo, "share": share})
-    columns = {
-        "size": "{size}",
-        "n": "{n}",
-        "limit, µs": "{limit_us:,.1f}",
-        "gloo, µs": "{gloo_us:,.0f}",
-        "shm, µs": "{shm_us:,.1f}",
-        "its quartiles": "{shm_us_quartiles[0]:,.1f} to {shm_us_quartiles[1]:,.1f}",
-        "gloo / shm": "{times_gloo:.1f}",
-        "of the limit": "{share:.2f}",
-    }
-    return table_of_rows(rows, columns)
+    """A line for each size of an all-reduce, beside what it cannot outrun."""
+    columns = {head: cell for head, cell in COLUMNS.items() if head not in ("call", "ranks")}
+    lines = [[cell(row) for cell in columns.values()] for row in results["rows"]]
+    return tabulate(lines, [*columns], "github", disable_numparse=True)
 
 
 @table("shm_python", "shm")
 def shm_python_calls(results: Results) -> str:
-    """What a call costs where nobody waits and hardly a byte moves."""
-    columns = {"an all_reduce of 4 KiB": "{what}", "n": "{n}", "µs": "{us:.1f}"}
-    columns["its quartiles"] = "{us_quartiles[0]:.1f} to {us_quartiles[1]:.1f}"
-    return table_of_rows(results["python"], columns)
+    """What a call costs where nobody waits and hardly a byte moves, and the way between cores."""
+    line = results["line"]
+    rows = list(results["python"])
+    if line:
+        us = {"us": line["ns"] / 1e3, "us_quartiles": [each / 1e3 for each in line["ns_quartiles"]]}
+        rows.insert(0, {"what": "a cache line, to the other core and back", "n": line["n"], **us})
+    columns = {"an all_reduce of 4 KiB": "{what}", "n": "{n}", "µs": "{us:.2f}"}
+    columns["its quartiles"] = "{us_quartiles[0]:.2f} to {us_quartiles[1]:.2f}"
+    return table_of_rows(rows, columns)
 
 
 @table("shm_in_place", "once/shm_in_place")
@@ -249,7 +242,6 @@ def shm_in_place(results: Results) -> str:
     columns = {
         "size": "{size}",
         "n": "{n}",
-        "limit, µs": "{limit_us:,.1f}",
         "fast.c": "{rows_us:,.1f}",
         "tensors in shared memory": "{shared_tensors_us:,.1f}",
         "process_vm_readv": "{process_vm_readv_us:,.1f}",
@@ -259,12 +251,12 @@ def shm_in_place(results: Results) -> str:
 
 @table("shm_calls", "shm")
 def shm_calls(results: Results) -> str:
-    """gloo's time over shm's, of all sizes: the least and the most favorable one."""
-    times: dict[str, dict[str, list[float]]] = {}
+    """gloo's time over shm's, of all sizes: from the least end of an interval to the greatest."""
+    ends: dict[str, dict[str, list[float]]] = {}
     for row in (*results["rows"], *results["calls"]):
-        of_call = times.setdefault(f"{row['ranks']} ranks", {}).setdefault(row["call"], [])
-        of_call.append(row["gloo_us"] / row["shm_us"])
-    return table_of_columns({ranks: column(row, extremes) for ranks, row in times.items()})
+        of_call = ends.setdefault(f"{row['ranks']} ranks", {}).setdefault(row["call"], [])
+        of_call += row["times_gloo"][1:]
+    return table_of_columns({ranks: column(row, extremes) for ranks, row in ends.items()})
 
 
 def extremes(times: list[float]) -> str:

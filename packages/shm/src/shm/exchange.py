@@ -14,7 +14,7 @@ from torch import Tensor
 from shm import fast
 from shm.calls import Op
 from shm.fast import put
-from shm.segment import CallSteps, Segment
+from shm.segment import SPINS, CallSteps, Segment
 
 # A row is small enough to be in a cache when others read it, and large enough for a meeting of all
 ROW_BYTES = 2**21
@@ -67,8 +67,8 @@ class Exchange:
             self.c_state, self.c_state_address = state, ctypes.addressof(state)
             self.c_all_reduce = library.all_reduce
             # How often C looks for the others' arrivals, in calls that return at once or wait
-            self.spins_async = fast.SPINS_PER_YIELD if segment.spins else 1
-            self.spins_waiting = fast.SPINS_PER_YIELD * segment.spins
+            self.spins_async = fast.SPINS_PER_YIELD
+            self.spins_waiting = fast.SPINS_PER_YIELD * SPINS
 
     def pieces_of(
         self, length: int, dtype: torch.dtype, boxes: int = 1
@@ -157,7 +157,7 @@ class Exchange:
         self, tensor: Tensor, outputs: dict[int, Tensor], call: int, source: int | None = None
     ) -> CallSteps:
         """Copy the tensor of each rank into outputs[rank]; with a source, only that rank writes."""
-        for boxes, part in self.pieces_of(len(tensor), tensor.dtype):
+        for boxes, part in self.pieces_of(tensor.numel(), tensor.dtype):
             if source is None or source == self.rank:
                 put(boxes[self.rank, 0], tensor[part])
             yield from self.segment.arrive(call)
@@ -174,16 +174,20 @@ class Exchange:
             put(box[: len(content)], content)
 
     def scatter(self, inputs: list[Tensor], output: Tensor, root: int, call: int) -> CallSteps:
-        """Write inputs[r] into the row of rank r, on the root; then each rank reads its row."""
-        for boxes, part in self.pieces_of(len(output), output.dtype):
+        """Write inputs[r] into the row of rank r, on the root; then each rank reads its row.
+
+        The root's own part stays where it is.
+        """
+        for boxes, part in self.pieces_of(output.numel(), output.dtype):
             if self.rank == root:
-                for row, each in zip(boxes[:, 0], inputs, strict=True):
-                    put(row, each[part])
+                for rank, each in enumerate(inputs):
+                    if rank != root:
+                        put(boxes[rank, 0], each[part])
             yield from self.segment.arrive(call)
-            output[part] = boxes[self.rank, 0]
+            output[part] = inputs[root][part] if self.rank == root else boxes[self.rank, 0]
 
     def reduce_scatter(self, inputs: list[Tensor], output: Tensor, op: Op, call: int) -> CallSteps:
-        for boxes, part in self.pieces_of(len(output), output.dtype, self.world_size):
+        for boxes, part in self.pieces_of(output.numel(), output.dtype, self.world_size):
             self.write_boxes(inputs, boxes, part)
             yield from self.segment.arrive(call)
             output[part] = self.combine_rows(boxes[:, self.rank].unbind(), op)

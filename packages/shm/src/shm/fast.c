@@ -2,7 +2,7 @@
  * with the same bits, so a rank that runs it and a rank that runs Python understand each other.
  * fast.py compiles and calls it. It defines the constants that both sides must know: the counters of
  * a rank (see segment.py), MAX_RANKS, SPINS_PER_YIELD, and what all_reduce returns: DONE or
- * DIFFERS.
+ * DIFFERS. The last three functions measure the limit, for speed.py.
  */
 
 #include <limits.h>
@@ -19,7 +19,8 @@
 
 enum { WRITE, SUM, COLLECT }; /* what comes next */
 enum { BLOCK = 512 };
-enum { SMALL = 1024, LARGE = 1 << 18, SLOW = 5 /* bytes per ns */, TRIES = 200 }; /* see put */
+enum { SMALL = 1024, LARGE = 1 << 18, SLOW = 5 /* bytes per ns */ }; /* see put */
+enum { IN_A_ROW = 3, TRIES = 200 };
 
 typedef struct {
     int64_t *counters;
@@ -54,17 +55,22 @@ static int64_t copy_around_the_cache(char *target, const char *source, int64_t s
 /* Copy into shared memory. Other cores have read what was there before, so before a core may write
  * to a line, their caches must give it up: line by line, which is slow, and very slow if the cores
  * have no cache in common. Writing around the cache avoids that, but whoever reads it has to go to
- * memory. It pays for middle sizes, and for large ones if copying turns out to be very slow, which
- * is tried again from time to time: a virtual machine may wander from core to core.
+ * memory. It pays for middle sizes, and for large ones if copying turns out to be very slow, three
+ * times in a row, since a single copy may have lost its core or come from a cold cache. This is
+ * tried again from time to time: a virtual machine may wander from core to core.
  */
 void put(char *target, const char *source, int64_t size) {
-    static int64_t around = 0; /* so many of the next large copies go around the cache */
+    static int64_t slow = 0;   /* so many large copies in a row were */
+    static int64_t around = 0; /* so many of the next large ones go around the cache */
     int64_t copied = 0, begin = 0;
     if (size > SMALL && (size <= LARGE || around > 0))
         copied = copy_around_the_cache(target, source, size);
     if (size > LARGE) begin = around-- > 0 ? 0 : nanoseconds();
     memcpy(target + copied, source + copied, size - copied);
-    if (begin) around = nanoseconds() - begin > size / SLOW ? TRIES : 0;
+    if (begin) {
+        slow = nanoseconds() - begin > size / SLOW ? slow + 1 : 0;
+        around = slow >= IN_A_ROW ? TRIES : 0;
+    }
 }
 
 /* total = parts[0] + parts[1] + ..., in this order; total may be one of them. */
@@ -173,4 +179,36 @@ int64_t all_reduce(SumState *c, int64_t spins) {
         c->start += size;
         if (c->start >= c->size) return DONE;
     }
+}
+
+/* What speed.py compares with: each returns nanoseconds, of all repeats together. */
+
+/* Read each number, and write it back: no sum can do less to its own tensor. */
+int64_t read_and_write(float *numbers, int64_t count, float zero, int64_t repeats) {
+    int64_t begin = nanoseconds();
+    for (int64_t i = 0; i < repeats; i++) {
+        for (int64_t j = 0; j < count; j++) numbers[j] += zero;
+        __asm__ volatile("" ::"r"(numbers) : "memory"); /* so that no repeat is left out */
+    }
+    return nanoseconds() - begin;
+}
+
+int64_t copy(char *target, const char *source, int64_t size, int64_t repeats) {
+    int64_t begin = nanoseconds();
+    for (int64_t i = 0; i < repeats; i++) {
+        memcpy(target, source, size);
+        __asm__ volatile("" ::"r"(target) : "memory");
+    }
+    return nanoseconds() - begin;
+}
+
+/* Two ranks write to one cache line in turns; line: 0 at first. -1 if the other one stays away. */
+int64_t exchange_line(int64_t *line, int64_t rank, int64_t repeats) {
+    int64_t begin = nanoseconds(), looks = 0;
+    for (int64_t i = 0; i < repeats; i++) {
+        while (__atomic_load_n(line, __ATOMIC_ACQUIRE) != 2 * i + rank)
+            if (++looks % (1 << 20) == 0 && nanoseconds() - begin > 1000000000) return -1;
+        __atomic_store_n(line, 2 * i + rank + 1, __ATOMIC_RELEASE);
+    }
+    return nanoseconds() - begin;
 }

@@ -35,6 +35,16 @@ FLAGS = ["-O3", "-march=native", "-shared", "-fPIC"]
 FLAGS += [f"-D{name}={value}" for name, value in CONSTANTS.items()]
 
 
+POINTER, NUMBER = ctypes.c_void_p, ctypes.c_int64
+ARGUMENTS_OF_FUNCTION = {
+    "put": [POINTER, POINTER, NUMBER],
+    "all_reduce": [POINTER, NUMBER],
+    "read_and_write": [POINTER, NUMBER, ctypes.c_float, NUMBER],
+    "copy": [POINTER, POINTER, NUMBER, NUMBER],
+    "exchange_line": [POINTER, NUMBER, NUMBER],
+}
+
+
 class SumState(ctypes.Structure):
     """How far a sum has come, as in fast.c."""
 
@@ -98,10 +108,10 @@ def load_functions(path: Path) -> Any:
     size = ctypes.c_int64.in_dll(functions, "size_of_state").value
     if size != ctypes.sizeof(SumState):
         raise ValueError("fast.c and fast.py have another SumState each")
-    functions.put.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    for name, arguments in ARGUMENTS_OF_FUNCTION.items():
+        getattr(functions, name).argtypes = arguments
+        getattr(functions, name).restype = ctypes.c_int64
     functions.put.restype = None
-    functions.all_reduce.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    functions.all_reduce.restype = ctypes.c_int64
     return functions
 
 

@@ -18,7 +18,7 @@ from shm.barrier import MonitoredBarriers
 from shm.calls import Op, encode_call, encode_size
 from shm.exchange import DTYPES_OF_OP, ROW_BYTES, Exchange
 from shm.messages import BOX_BYTES, CACHE_LINES_PER_BOX, Messages
-from shm.segment import CACHE_LINES_PER_RANK, MESSAGE_BELL, SPINS, CallSteps, Segment
+from shm.segment import CACHE_LINES_PER_RANK, MESSAGE_BELL, CallSteps, Segment
 from shm.tensors import (
     Tensors,
     copy_if_overlapping,
@@ -188,7 +188,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def broadcast_steps(self, tensors: Tensors, root: int) -> CallSteps:
         for tensor in tensors:
             values = flat(tensor)
-            call = encode_call("broadcast", len(values), values.dtype, root)
+            call = encode_call("broadcast", values.numel(), values.dtype, root)
             yield from self.exchange.gather(values, {root: values}, call, source=root)
             put_back(tensor, values)
 
@@ -249,7 +249,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def scatter_steps(self, output: Tensor, inputs: Tensors, root: int) -> CallSteps:
         require_same_size(inputs, output)
         parts, values = [flat(each) for each in inputs], flat(output)
-        call = encode_call("scatter", len(values), values.dtype, root)
+        call = encode_call("scatter", values.numel(), values.dtype, root)
         yield from self.exchange.scatter(parts, values, root, call)
         put_back(output, values)
 
@@ -264,7 +264,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for output, inputs in pairs:
             require_same_size(inputs, output)
             parts, values = [flat(each) for each in inputs], flat(output)
-            call = encode_call("reduce_scatter", len(values), values.dtype, op=op)
+            call = encode_call("reduce_scatter", values.numel(), values.dtype, op=op)
             yield from self.exchange.reduce_scatter(parts, values, op, call)
             put_back(output, values)
 
@@ -334,7 +334,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def start_message(self, queue: CallQueue, work: Work) -> Work:
         work.bell = MESSAGE_BELL
-        work.spins = SPINS  # even with more ranks than cores, since only two ranks take part
         return scheduler.start(queue, work, wait=False)
 
     @gives_up_if_interrupted

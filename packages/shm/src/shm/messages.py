@@ -86,14 +86,14 @@ class Messages:
     def send(self, content: Tensor, target: int, tag: int) -> CallSteps:
         """Send bytes, (N,)."""
         box_number, slots, counters = self.box(self.segment.rank, target)
-        for start in range(0, max(1, len(content)), PIECE_BYTES):
+        for start in range(0, max(1, content.numel()), PIECE_BYTES):
             count = self.piece_counts.get(box_number, 0)
             while counters[RECEIVED] <= count - SLOTS:
                 yield [target]  # which has not taken the piece that lies in this slot
             part = content[start : start + PIECE_BYTES]
-            put(slots[count % SLOTS][: len(part)], part)
+            put(slots[count % SLOTS][: part.numel()], part)
             header = header_of_slot(count)
-            counters[header + SIZE], counters[header + TAG] = len(content), tag
+            counters[header + SIZE], counters[header + TAG] = content.numel(), tag
             counters[header + START] = start
             self.piece_counts[box_number] = count + 1
             self.segment.post(counters, SENT, count + 1, MESSAGE_BELL)
@@ -104,7 +104,7 @@ class Messages:
         for message in self.unclaimed:
             if request.matches(message.source, message.tag):
                 self.unclaimed.remove(message)
-                self.check_size(message.source, len(message.content), len(content))
+                self.check_size(message.source, message.content.numel(), content.numel())
                 break
         else:
             message = request  # the content arrives directly where the program wants it
@@ -130,11 +130,11 @@ class Messages:
             what = f"sends a message from byte {start} on, not from {message.filled}"
             self.segment.fail(f"rank {source} {what}: one of the two was interrupted")
         part = message.content[message.filled : message.filled + PIECE_BYTES]
-        part.copy_(slots[count % SLOTS][: len(part)])
-        message.filled += len(part)
+        part.copy_(slots[count % SLOTS][: part.numel()])
+        message.filled += part.numel()
         self.piece_counts[box_number] = count + 1
         self.segment.post(counters, RECEIVED, count + 1, MESSAGE_BELL)
-        if message.filled == len(message.content):
+        if message.filled == message.content.numel():
             message.complete = True
             del self.arriving[source]
         return True
@@ -149,7 +149,7 @@ class Messages:
                 self.requests.remove(message)
                 message.source = source
                 self.arriving[source] = message
-                self.check_size(source, size, len(message.content))
+                self.check_size(source, size, message.content.numel())
                 return message
         message = Message(torch.empty(size, dtype=torch.uint8), source, tag)
         self.unclaimed.append(message)

@@ -38,7 +38,9 @@ NEVER = 2**62  # in ARRIVED of a rank that has failed, so that nobody waits for 
 FAILED, ENDED, LATE = -1, -2, -3  # what such a rank announces instead of a call, see Cause
 TEXT_OF_CAUSE = {FAILED: "has failed", ENDED: "has ended", LATE: "was late"}
 
-SPINS = 100  # polls before a waiting rank sleeps, if each rank has a core for itself
+# Polls before a waiting rank sleeps: each yields the core, so it pays even where ranks share one,
+# because waking up takes longer than most waits
+SPINS = 100
 
 # A call, as a generator that yields the ranks it waits for and returns a source rank or None
 CallSteps = Generator[list[int], None, Any]
@@ -148,7 +150,6 @@ class Segment:
         self.world_size = world_size
         self.timeout = timeout
         self.tensor_offset = cache_lines * CACHE_LINE_BYTES
-        self.spins = SPINS if world_size <= (os.cpu_count() or 1) else 0
         self.arrivals = 0
         self.transfers = 0  # how many calls, or parts of calls, have exchanged data
         self.failure: RuntimeError | None = None  # why this rank takes part in no further call

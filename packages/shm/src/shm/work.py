@@ -24,10 +24,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.futures import Future
 
-from shm.segment import BELL, ENDED, LATE, CallSteps, Cause, Segment
+from shm.segment import BELL, ENDED, LATE, SPINS, CallSteps, Cause, Segment
 
 POLLS_PER_CHECK = 200  # polls of a call between two checks that the awaited ranks live
 NAP, MAX_NAP = 50e-6, 1e-3  # seconds
+IDLE_NAPS = 2  # of the thread before it sleeps, since waking it takes longer than most waits
 FUTURE_WAIT = 0.01  # seconds: DDP asks for a future at once, and a thread would take longer
 
 CallQueue = deque["Work"]  # calls that must be carried out in their order
@@ -63,7 +64,6 @@ class Work(dist.Work):
         self.steps = steps
         self.outputs = outputs
         self.options = options
-        self.spins = segment.spins  # polls before a waiting thread sleeps
 
     def advance(self) -> bool:
         """Go on as far as possible; True if that was the end. Only `CallScheduler` calls this."""
@@ -198,6 +198,7 @@ class CallScheduler:
         self.waiting: set[int] = set()  # the threads that wait for a call
         self.stopped = False  # True once the interpreter ends
         self.thread: threading.Thread | None = None
+        self.thread_sleeps = False
 
     # The process lock. An exception may come between any two instructions. So whoever takes the
     # lock frees it in a `try` that begins before, and asks the lock itself whether it was taken
@@ -266,7 +267,7 @@ class CallScheduler:
         work.transfers_before = work.segment.transfers
         try:
             next(work.steps)
-            for _ in range(work.segment.spins if wait else 0):
+            for _ in range(SPINS if wait else 0):
                 os.sched_yield()
                 next(work.steps)
             self.enqueue(queue, work)
@@ -323,7 +324,7 @@ class CallScheduler:
                     return False
                 self.poll()
                 polls += 1
-                if polls < work.spins:
+                if polls < SPINS:
                     os.sched_yield()
                 elif len(self.running) == 1 and len(work.awaited) == 1:
                     work.segment.sleep_until_bell(work.awaited[0], work.bell, MAX_NAP)
@@ -345,16 +346,27 @@ class CallScheduler:
             thread = threading.Thread(target=self.poll_in_thread, name="shm", daemon=True)
             thread.start()
             self.thread = thread
-        self.needs_thread.notify_all()
+        if self.thread_sleeps:
+            self.needs_thread.notify_all()
 
     def poll_in_thread(self) -> None:
-        nap = NAP
+        nap, idle_naps = NAP, 0
         while not self.stopped:
-            with self.lock:
-                while (self.waiting or not self.running) and not self.stopped:
-                    self.needs_thread.wait()
-            nap = NAP if self.poll() else min(2 * nap, MAX_NAP)
+            if self.running and not self.waiting:
+                nap, idle_naps = NAP if self.poll() else min(2 * nap, MAX_NAP), 0
+            elif idle_naps < IDLE_NAPS:
+                nap, idle_naps = MAX_NAP, idle_naps + 1
+            else:
+                self.sleep_until_needed()
+                nap, idle_naps = NAP, 0
             time.sleep(nap)
+
+    def sleep_until_needed(self) -> None:
+        with self.lock:
+            if (self.waiting or not self.running) and not self.stopped:
+                self.thread_sleeps = True
+                self.needs_thread.wait()
+                self.thread_sleeps = False
 
     def stop(self) -> None:
         """End the thread before the interpreter ends: a thread killed in C++ would abort it."""
