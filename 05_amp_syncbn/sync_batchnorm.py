@@ -7,6 +7,8 @@ all-reduce gives every rank the count of each rank, and the mean and variance of
 merge exactly, for local batches of any size (Chan, Golub and LeVeque, 1983). Sums and sums of
 squares would be simpler, but where the mean is large, their difference loses the variance. Backward
 needs one more all-reduce: every input has moved the mean and the variance that all ranks used.
+
+Only the activations are large, so what counts is how often they are read and written.
 """
 
 from typing import Any
@@ -24,18 +26,20 @@ from common.options import Parser, UsageError
 CONVERTIBLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def global_statistics(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, mean and biased variance over the batches of all ranks: (), (C,), (C,)."""
+def global_statistics(x: Tensor, dtype: torch.dtype) -> tuple[int, Tensor, Tensor]:
+    """Count, mean and biased variance over the batches of all ranks: a number, (C,), (C,)."""
     local_count = x.numel() // x.shape[1]  # values per channel; 0 if this rank's batch is empty
     mean = variance = torch.zeros(x.shape[1], dtype=dtype, device=x.device)
-    if local_count:  # the kernel also updates running statistics, but not with momentum 0
-        mean, variance = torch.batch_norm_update_stats(x, mean, variance, momentum=0)
+    if local_count:
+        dims = [0, *range(2, x.dim())]  # all but the channels
+        center = x.mean(dims, keepdim=True, dtype=dtype)
+        mean, variance = center.flatten(), (x - center).square_().mean(dims)
     rows = mean.new_zeros(dist.get_world_size(), 1 + 2 * len(mean))
     rows[dist.get_rank()] = torch.cat([mean.new_tensor([local_count]), mean, variance])
     dist.all_reduce(rows)  # each rank fills its own row; every rank must reach this line
     # (ranks, 1), (ranks, C), (ranks, C)
     counts, means, variances = rows.split([1, len(mean), len(mean)], dim=1)
-    count = counts.sum()
+    count = int(counts.sum())
     mean = (counts * means).sum(dim=0) / count
     variance = (counts * (variances + (means - mean) ** 2)).sum(dim=0) / count
     return count, mean, variance
@@ -49,29 +53,31 @@ class Normalize(Function):
         count, mean, variance = global_statistics(x, weight.dtype)
         if count < 2:  # the same on all ranks
             raise UsageError(
-                f"BatchNorm got {int(count)} value for each of {len(mean)} channels from all ranks "
+                f"BatchNorm got {count} value for each of {len(mean)} channels from all ranks "
                 "together, and one has no variance: try a larger --batch-size or larger images"
             )
-        ctx.save_for_backward(x, weight, count, mean, variance)
-        ctx.eps = eps
-        ctx.mark_non_differentiable(count, mean, variance)
+        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.count, ctx.eps = count, eps
+        ctx.mark_non_differentiable(mean, variance)
         return F.batch_norm(x, mean, variance, weight, bias, eps=eps), count, mean, variance
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, count, mean, variance = ctx.saved_tensors
-        grad_x = grad  # this and the next line are enough if this rank's batch is empty
-        sums = weight.new_zeros(2, len(weight))
-        if x.numel():  # the kernel takes mean and variance for constants
-            grad_x, *local = torch.ops.aten.native_batch_norm_backward(
-                grad, x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, weight, mean, variance = ctx.saved_tensors
+        grad_x = None
+        sums = weight.new_zeros(2, len(weight))  # they stay 0 if this rank's batch is empty
+        if x.numel():
+            _, *local = torch.ops.aten.native_batch_norm_backward(
+                grad, x, weight, mean, variance, None, None, False, ctx.eps, [False, True, True]
             )
             sums = torch.stack(local)  # (2, C): sums of grad · normal and of grad
         grad_weight, grad_bias = sums.clone()  # local, as in any layer: DDP averages over the ranks
         if ctx.needs_input_grad[0]:
             dist.all_reduce(sums)  # needs_input_grad is the same on all ranks
-            through_variance, through_mean = weight * (variance + ctx.eps).rsqrt() * sums / count
-            grad_x -= F.batch_norm(x, mean, variance, through_variance, through_mean, eps=ctx.eps)
+            scale = weight * (variance + ctx.eps).rsqrt()
+            through_variance, through_mean = -scale * sums / ctx.count
+            grad_x = F.batch_norm(x, mean, variance, through_variance, through_mean, eps=ctx.eps)
+            grad_x.addcmul_(grad, scale.view(-1, *[1] * (x.dim() - 2)))
         return grad_x, grad_weight, grad_bias, None
 
 
@@ -101,12 +107,13 @@ class SyncBatchNorm(_BatchNorm):
             bias = torch.zeros(self.num_features, device=x.device)
         y, count, mean, variance = Normalize.apply(x, weight.to(dtype), bias.to(dtype), self.eps)
         if self.track_running_stats:
-            self.num_batches_tracked += 1
+            self.num_batches_tracked.add_(1)
             momentum = self.momentum
             if momentum is None:  # the mean of all batches so far
                 momentum = 1 / int(self.num_batches_tracked)
-            self.running_mean += momentum * (mean - self.running_mean)
-            self.running_var += momentum * (variance * count / (count - 1) - self.running_var)
+            unbiased = variance * (count / (count - 1))
+            self.running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
+            self.running_var.mul_(1 - momentum).add_(unbiased, alpha=momentum)
         return y
 
 
