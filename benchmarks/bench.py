@@ -23,7 +23,6 @@ from benchmarks.measure.timing import AA, Effort
 from benchmarks.result_files import RESULTS, Results, machine_file, provenance, save, save_part
 from benchmarks.tables.pages import find_tables, origin_of
 from common.options import Parser, UsageError, exit_on, int_at_least
-from local_ranks.machine import KEEP_FREED_MEMORY
 from shm.busy import LoadWatch, busy_line, why_loaded, why_unsteady
 
 SECTIONS = find_sections()
@@ -95,9 +94,9 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    wanted = {"OMP_NUM_THREADS": "1", **KEEP_FREED_MEMORY}  # read when a program starts
-    if not wanted.items() <= os.environ.items():
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
+    if os.environ.get("OMP_NUM_THREADS") != "1":  # read when torch is imported
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        os.execve(sys.executable, [sys.executable, *sys.argv], env)
     rounds = 1 if args.quick else args.rounds or Effort.rounds
     results = measure(args.section, Effort(rounds, args.quick, args.device))
     print("\n\n".join(tables_of(args.section, results)))

@@ -12,7 +12,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measure.timing import AA, interleave_steps
 from benchmarks.measure.training_step import build, step_on_copy
-from local_ranks.machine import KEEP_FREED_MEMORY, set_malloc
 from local_ranks.ranks import run_ranks
 from local_ranks.train_stage import load_stage
 from shm.busy import Load, LoadWatch, Ratio, away_from_itself, busy_line, ratio_of, why_busy
@@ -51,7 +50,6 @@ def count_messages(step: Any) -> int:
 
 
 def take_steps(rank: int, model_name: str, batch: int, rounds: int) -> dict[str, Any]:
-    set_malloc(KEEP_FREED_MEMORY)
     model, images = build(model_name)
     images = torch.randn(batch // dist.get_world_size(), *images.shape[1:])
     average_gradients = load_stage("03").average_gradients

@@ -14,6 +14,7 @@ from benchmarks.result_files import Results, provenance
 from benchmarks.variants import VARIANTS, command_of
 from common.options import UsageError
 from local_ranks.chapters import ROOT
+from local_ranks.machine import KEEP_FREED_MEMORY
 from prove.processes import hook_variables
 from prove.watch.process_io import COLLECTIVES
 from shm.busy import LoadWatch
@@ -27,13 +28,13 @@ def recorder_variables(folder: str | Path) -> dict[str, str]:
     return {"TIMELINE_FOLDER": str(folder), "TIMELINE_COLLECTIVES": ",".join(COLLECTIVES)}
 
 
-def record(command: Sequence[str], quiet: bool) -> list[Recording]:
+def record(command: Sequence[str], quiet: bool, **variables: str) -> list[Recording]:
     """Record a command; return what each of its processes recorded, by rank.
 
-    Raises SystemExit if the command fails.
+    variables: more of them for its environment. Raises SystemExit if the command fails.
     """
     with TemporaryDirectory() as folder:
-        env = {"OMP_NUM_THREADS": "1", **os.environ, **recorder_variables(folder)}
+        env = {"OMP_NUM_THREADS": "1", **os.environ, **recorder_variables(folder), **variables}
         env |= hook_variables(os.environ, Path(__file__).parent, "timeline_recorder")
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
         try:
@@ -115,7 +116,7 @@ def record_stages(
             flags += ["--epochs=100", f"--max-steps={steps}"]
             flags += [f"--run-dir={folder}", f"--data-dir={ROOT / 'data'}"]
             command = [sys.executable, *command_of(stage, RANKS), *flags]
-            runs[stage].append(record(command, quiet=True))
+            runs[stage].append(record(command, quiet=True, **KEEP_FREED_MEMORY))
     results["provenance"] |= watch.load()
     results["stages"] = {stage: choose_step(*runs[stage]) for stage in stages}
     return results

@@ -37,12 +37,16 @@ def time_in_turns(
     ranks: int,
     effort: Effort,
     average: Callable[[list[float]], float] = median,
-) -> Times:
-    """Time programs in turns, the first of them twice. One that fails is left out."""
+) -> tuple[Times, dict[str, list[float]]]:
+    """Time programs in turns, the first of them twice. One that fails is left out.
+
+    Returns also the page faults of each program in a step, for each of its starts.
+    """
     train_set, _ = load_dataset(options())
     plan = Plan(len(train_set) // GLOBAL_BATCH, min(ROUNDS, effort.rounds))
     names = {key: key for key in keys} | {AA: keys[0]}
     times: Times = {}
+    faults: dict[str, list[float]] = {}
     for _ in range(STARTS if effort.rounds > ROUNDS else 1):
         runs = {}
         for name, key in names.items():
@@ -53,10 +57,16 @@ def time_in_turns(
         with TemporaryDirectory() as folder:
             started = warmed_up(runs, ranks, plan.epoch_steps, Path(folder), may_fail=keys[1:])
             with started as programs:
+                before = {name: program.page_faults() for name, program in programs.items()}
                 found = take_turns(programs, plan, average)
+                for name, program in programs.items():
+                    of_a_step = (program.page_faults() - before[name]) / (
+                        plan.rounds * plan.turn_steps
+                    )
+                    faults.setdefault(name, []).append(round(of_a_step))
         times = {name: times.get(name, []) + seconds for name, seconds in found.items()}
         names = {name: names[name] for name in found}
-    return times
+    return times, faults
 
 
 @section("stages", seconds_on_gpu=150)
@@ -64,11 +74,13 @@ def measure_stages(effort: Effort, keys: Sequence[str] = KEYS) -> Results:
     """Measure each stage's speed, as a multiple of 01's and as a share of the ceiling."""
     ranks = max(2, torch.cuda.device_count() if effort.device == "cuda" else 0)
     reasons = {key: VARIANTS[key].why_not_on(effort.device) for key in keys}
-    times = time_in_turns([key for key in keys if not reasons[key]], "net-bn", ranks, effort)
+    started = [key for key in keys if not reasons[key]]
+    times, faults = time_in_turns(started, "net-bn", ranks, effort)
     reasons |= {key: "a run of it failed" for key in keys if not reasons[key] and key not in times}
     rows = summarize(times)
     for key, row in rows.items():
         row["samples_per_second"] = round(GLOBAL_BATCH / row["step_ms"] * 1000, 1)
+        row["page_faults_of_a_step"] = faults[key]
         row["label"] = AA if key == AA else VARIANTS[key].title(ranks)
         if key != AA and CEILING in times and VARIANTS[key].layout is not Layout.ONE:
             row["share"], row["share_interval"] = ratio_to(times[key], times[CEILING])
@@ -98,6 +110,6 @@ def mean_without_first_steps(seconds: list[float]) -> float:
 @section("survive")
 def measure_survive(effort: Effort) -> Results:
     """Compare a step of survive with one of stage 05."""
-    times = time_in_turns(("05", "survive"), "net", 2, effort, mean_without_first_steps)
+    times, _ = time_in_turns(("05", "survive"), "net", 2, effort, mean_without_first_steps)
     about = {"model": "net", "global_batch": GLOBAL_BATCH, "rounds": len(times[AA])}
     return {**about, "variants": summarize(times)}

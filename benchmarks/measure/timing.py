@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.result_files import Results
+from local_ranks.machine import KEEP_FREED_MEMORY, set_malloc
 from shm.busy import ratio_of
 
 AA = "A/A"  # the first variant once more
@@ -56,6 +57,7 @@ def timed(step: Callable[[], object], steps: int) -> Callable[[], float]:
 
 def interleave_steps(variants: VariantSteps, rounds: int, steps: int = 1) -> Times:
     """Take so many steps of each variant in every round, timed by the slowest rank's clock."""
+    set_malloc(KEEP_FREED_MEMORY)
     for step in variants.values():
         for _ in range(min(3, rounds)):  # DDP rearranges its buckets after the first step
             step()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from argparse import Namespace
 from statistics import median
 
@@ -44,8 +45,9 @@ def measure_tour(args: Namespace) -> Results:
     print(f"{len(names)} programs train {plan.epochs} epochs each, in turns:", flush=True)
     for key, flags in runs.values():
         command, number = script_of(key, args.ranks, args.device)
-        times = f"{number} × " * (number > 1)
-        print(f"  {VARIANTS[key].title(args.ranks)}: {times}python {' '.join([*command, *flags])}")
+        threads = (os.cpu_count() or 1) if VARIANTS[key].all_cores else 1
+        start = f"{number} × " * (number > 1) + f"OMP_NUM_THREADS={threads} python"
+        print(f"  {VARIANTS[key].title(args.ranks)}: {start} {' '.join([*command, *flags])}")
     with progress_bar("counting memory"):
         held = count_memory(keys, args, train_set)
     with warmed_up(runs, args.ranks, plan.epoch_steps, args.run_dir) as programs:

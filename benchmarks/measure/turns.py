@@ -101,6 +101,15 @@ class Program:
             self.lines[n] += len(each)
         return [second for each in seconds for second in each]
 
+    def page_faults(self) -> int:
+        """Count how often the first process has got a new page of memory since it started.
+
+        0 where there is no /proc.
+        """
+        path = Path(f"/proc/{self.processes[0].pid}/stat")
+        # minflt, see man 5 proc_pid_stat
+        return int(path.read_text().rpartition(")")[2].split()[7]) if path.exists() else 0
+
     def finish(self) -> None:
         """Let it come to its end, which comes after its last epoch."""
         self.signal(signal.SIGCONT)

@@ -9,14 +9,27 @@ from tabulate import tabulate
 from benchmarks.measure.timing import AA
 from benchmarks.result_files import MIB, Results
 from benchmarks.tables.pages import table
-from benchmarks.variants import VARIANTS, Layout
-from shm.busy import away_from_itself, busy_line, ratio_of, why_busy
+from benchmarks.variants import VARIANTS, Layout, Variant
+from shm.busy import (
+    MIN_ROUNDS,
+    Ratio,
+    away_from_itself,
+    busy_line,
+    ratio_of,
+    why_busy,
+    why_loaded,
+)
 
 HOW_TO_READ = """\
-In brackets: between what the median of the rounds lies, by the rounds and by how far the first
-program is from itself. A ratio with ? may be 1: this run cannot tell the two apart."""
+In brackets: the 95 % interval of a ratio, widened by how far "{again}" is from the first row;
+with a ?, 1 is inside. Each ratio is the median of the rounds, so it need not be the quotient of two
+samples/s. If the brackets of two rows overlap, do not rank them."""
 BEYOND_THE_CEILING = """\
 A share above 100% cannot be: nobody is faster for talking. It is noise."""
+NO_RATIOS = """\
+No ratio is printed: what other programs take, they do not take from all rows alike."""
+FEW_ROUNDS = """\
+No ratio is printed: {rounds} rounds are too few for an interval. Take {epochs} epochs or more."""
 EQUAL = 1e-5  # fp32 losses of the first epoch that differ less count as equal
 
 
@@ -43,25 +56,64 @@ def learned(results: Results, style: str = "github") -> str:
 def speeds(results: Results, style: str = "github") -> str:
     """How fast each program was in the rounds; first of all, whether that can be believed."""
     seconds, labels = results["step_seconds"], results["labels"]
-    first, ceiling = next(iter(results["rows"])), seconds.get("ceiling")
-    away = away_from_itself(seconds[first], seconds[AA])
-    lines, beyond = [], False
+    first, rounds = next(iter(results["rows"])), len(seconds[AA])
+    reasons = why_busy(results["provenance"], seconds[first], seconds[AA])
+    warning = [busy_line(reasons)] if reasons else []
+    if why_loaded(results["provenance"]):
+        ratios, shares, notes = {}, {}, [NO_RATIOS]
+    elif rounds < MIN_ROUNDS:
+        ratios, shares = {}, {}
+        notes = [FEW_ROUNDS.format(rounds=rounds, epochs=1 + MIN_ROUNDS)]
+    else:
+        ratios, shares = ratios_of(seconds, first)
+        notes = [HOW_TO_READ.format(again=again(labels[first]))]
+    if any(share.high > 1 for share in shares.values()):
+        notes.append(BEYOND_THE_CEILING)
+    if results["ranks"] > results["provenance"]["cores"] and results["device"] == "cpu":
+        notes.append(
+            "The {ranks} ranks share {cores} cores, so they wait for each other.".format(
+                ranks=results["ranks"], cores=results["provenance"]["cores"]
+            )
+        )
+    lines = []
     for name, times in seconds.items():
-        line = {"stage": f"{labels[first]} again" if name == AA else labels[name]}
+        line = {"stage": again(labels[first]) if name == AA else labels[name]}
         line["samples/s"] = f"{results['global_batch'] / median(times):,.0f}"
         line["step ms"] = f"{1000 * median(times):.1f}"
-        line["times the first"] = line["share of the ceiling"] = ""
-        if name != first:
-            # A/A is itself what the others are widened by.
-            ratio = ratio_of(seconds[first], times).widened(1 if name == AA else away)
-            line["times the first"] = ratio.text()
-        if ceiling and name in VARIANTS and VARIANTS[name].layout is Layout.RANKS:
-            share = ratio_of(ceiling, times).widened(away)
-            line["share of the ceiling"], beyond = share.text(".0%"), beyond or share.high > 1
+        line["times the first"] = ratios[name].text() if name in ratios else ""
+        line["share of the ceiling"] = shares[name].text(".0%") if name in shares else ""
         lines.append(line)
-    reasons = why_busy(results["provenance"], seconds[first], seconds[AA])
-    notes = [HOW_TO_READ, BEYOND_THE_CEILING] if beyond else [HOW_TO_READ]
-    return "\n\n".join([busy_line(reasons)] * bool(reasons) + [aligned(lines, style), *notes])
+    return "\n\n".join([*warning, aligned(lines, style), *notes])
+
+
+def again(label: str) -> str:
+    """The name of the program that is the first one once more."""
+    return f"{label} again"
+
+
+def ratios_of(
+    seconds: dict[str, list[float]], first: str
+) -> tuple[dict[str, Ratio], dict[str, Ratio]]:
+    """How many times as fast as the first each is; and which share of the ceiling it reaches.
+
+    All cores have a share, too, because that is the fair rival of as many ranks.
+    """
+    away = away_from_itself(seconds[first], seconds[AA])
+    ratios = {
+        name: ratio_of(seconds[first], times).widened(1 if name == AA else away)
+        for name, times in seconds.items()
+        if name != first
+    }
+    shares = {
+        name: ratio_of(seconds["ceiling"], times).widened(away)
+        for name, times in seconds.items()
+        if "ceiling" in seconds and name in VARIANTS and has_share(VARIANTS[name])
+    }
+    return ratios, shares
+
+
+def has_share(variant: Variant) -> bool:
+    return variant.layout is Layout.RANKS or variant.all_cores
 
 
 def aligned(lines: list[dict[str, str]], style: str) -> str:

@@ -22,7 +22,7 @@ from helpers.refusals import assert_one_line, refusal
 from local_ranks.machine import SECONDS, scratch_folder, timeout_under_load
 from local_ranks.run_files import read_metrics
 from local_ranks.scripts import run_script
-from repository_pages import ALL_PAGES
+from repository_pages import ALL_PAGES, ROOT
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -67,7 +67,8 @@ def no_stage_runs(monkeypatch):
 
     def times(keys, model, ranks, effort, average=None):
         apart = {key: VARIANTS[key].layout is Layout.APART for key in keys}
-        return {key: [0.004 if apart[key] else 0.005] * 3 for key in keys} | {AA: [0.005] * 3}
+        times = {key: [0.004 if apart[key] else 0.005] * 3 for key in keys} | {AA: [0.005] * 3}
+        return times, {key: [20] for key in times}
 
     monkeypatch.setattr(stages, "time_in_turns", times)
 
@@ -199,6 +200,16 @@ def test_a_busy_machine_stores_nothing_unless_a_file_is_named(tmp_path, monkeypa
     quiet_results = {"provenance": quiet, "models": {"net": {"variants": rows}}}
     bench.store("drift", quiet_results, args)
     assert (tmp_path / "drift.json").exists()
+
+
+def test_what_bench_md_says_of_malloc_was_measured():
+    rows = committed("stages")["variants"]
+    faults = {key: rows[key]["page_faults_of_a_step"] for key in ("01", "01-malloc")}
+    page = (ROOT / "benchmarks/bench.md").read_text()
+    kept, as_it_comes = (f"{min(each):,} to {max(each):,}" for each in faults.values())
+    assert f"had {as_it_comes} such page faults in each step" in page
+    assert f"Then it had {kept}." in page
+    assert 10 * max(faults["01"]) < min(faults["01-malloc"])
 
 
 WRONG_CALLS = {

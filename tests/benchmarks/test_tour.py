@@ -107,15 +107,19 @@ class OnAMachine:
         return [self.seconds * self.slower(OnAMachine.turns)] * steps
 
 
-def speeds_on(slower: Callable[[int], float]) -> str:
+def speeds_on(
+    slower: Callable[[int], float], rounds: int = 9, load: dict[str, float] | None = None
+) -> str:
     """Measure programs on this machine; 02 is as fast as 01, and 04 over shm as the ceiling."""
     times = {"01": 0.02, "02": 0.02, "03": 0.04, "04-shm": 0.01, AA: 0.02, "ceiling": 0.01}
     programs = {name: OnAMachine(each, slower) for name, each in times.items()}
     OnAMachine.turns = 0
-    seconds = turns.take_turns(programs, turns.Plan(epoch_steps=3, rounds=9))
+    seconds = turns.take_turns(programs, turns.Plan(epoch_steps=3, rounds=rounds))
     about = {"provenance": {"load_before": 0.0, "other_cores": 0.0, "cores": 2}}
+    about["provenance"] |= load or {}
     about |= {"rows": {"01": {}}, "labels": {name: name for name in times}, "global_batch": 120}
-    return tour_report.speeds({**about, "step_seconds": seconds}, "simple")
+    about |= {"ranks": 2, "device": "cpu", "step_seconds": seconds}
+    return tour_report.speeds(about, "simple")
 
 
 def line_of(name: str, table: str) -> str:
@@ -135,6 +139,20 @@ def test_a_machine_that_slows_down_in_the_middle_is_called_busy_in_the_first_lin
     table = speeds_on(lambda turn: 1.0 if turn <= 27 else 3.0)
     assert table.startswith("This machine was busy: ")
     assert "0.50 (0.50 to 0.50)" in line_of("03", table), "most rounds are all slow or all fast"
+
+
+def test_beside_other_programs_no_ratio_is_printed():
+    """They take from a process on each core more than from one that may move to the free core."""
+    table = speeds_on(lambda turn: 1.0, load={"other_cores": 0.9})
+    assert table.startswith("This machine was busy: other programs used 0.9 of 2 cores")
+    assert "No ratio is printed" in table
+    assert line_of("03", table).split() == ["03", "3,000", "40.0"]
+
+
+def test_with_too_few_rounds_no_ratio_is_printed():
+    table = speeds_on(lambda turn: 1.0, rounds=4)
+    assert "4 rounds are too few for an interval. Take 6 epochs or more." in table
+    assert line_of("03", table).split() == ["03", "3,000", "40.0"]
 
 
 def test_on_a_machine_that_jumps_no_ratio_is_printed_that_may_be_1():

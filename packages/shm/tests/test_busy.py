@@ -83,6 +83,7 @@ def test_a_ratio_that_may_be_1_is_only_an_interval():
     assert ratio.widened(2).text() == "? (0.90 to 4.40)"
     assert Ratio(0.9, 0.8, 1.1).text(".0%") == "? (80% to 110%)"
     assert Ratio(1, 1, 1).text() == "1.00"
+    assert Ratio(1.2, 1.004, 1.3).text() == "? (1.00 to 1.30)", "as it is printed"
 
 
 @pytest.mark.parametrize(("n", "outside"), [(5, 0), (8, 0), (9, 1), (25, 7), (100, 39)])

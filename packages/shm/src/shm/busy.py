@@ -103,17 +103,15 @@ class Ratio(NamedTuple):
     def inverse(self) -> "Ratio":
         return Ratio(1 / self.median, 1 / self.high, 1 / self.low)
 
-    @property
-    def is_one(self) -> bool:
-        """Can it not be told from 1?"""
-        return self.low <= 1 <= self.high
-
     def text(self, form: str = ".2f") -> str:
-        """Return the median with its interval; only the interval if 1 is inside."""
+        """Return the median with its interval; a ? and only the interval if 1 is inside."""
         if self.low == self.high == 1:  # what the others are compared with
             return f"{1:{form}}"
-        ends = f"{self.low:{form}} to {self.high:{form}}"
-        return f"? ({ends})" if self.is_one else f"{self.median:{form}} ({ends})"
+        low, high, one = (f"{each:{form}}" for each in (self.low, self.high, 1))
+        # As they are printed: a reader who sees 1.00 there would miss the question mark.
+        low_number, high_number, one_number = (float(each.strip("%")) for each in (low, high, one))
+        middle = "?" if low_number <= one_number <= high_number else f"{self.median:{form}}"
+        return f"{middle} ({low} to {high})"
 
 
 def ratio_of(over: Sequence[float], under: Sequence[float]) -> Ratio:
