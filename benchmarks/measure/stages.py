@@ -37,7 +37,7 @@ def time_in_turns(
     ranks: int,
     effort: Effort,
     average: Callable[[list[float]], float] = median,
-) -> tuple[Times, dict[str, list[float]]]:
+) -> tuple[Times, dict[str, list[int | None]]]:
     """Time programs in turns, the first of them twice. One that fails is left out.
 
     Returns also the page faults of each program in a step, for each of its starts.
@@ -46,7 +46,7 @@ def time_in_turns(
     plan = Plan(len(train_set) // GLOBAL_BATCH, min(ROUNDS, effort.rounds))
     names = {key: key for key in keys} | {AA: keys[0]}
     times: Times = {}
-    faults: dict[str, list[float]] = {}
+    faults: dict[str, list[int | None]] = {}
     for _ in range(STARTS if effort.rounds > ROUNDS else 1):
         runs = {}
         for name, key in names.items():
@@ -57,13 +57,9 @@ def time_in_turns(
         with TemporaryDirectory() as folder:
             started = warmed_up(runs, ranks, plan.epoch_steps, Path(folder), may_fail=keys[1:])
             with started as programs:
-                before = {name: program.page_faults() for name, program in programs.items()}
                 found = take_turns(programs, plan, average)
                 for name, program in programs.items():
-                    of_a_step = (program.page_faults() - before[name]) / (
-                        plan.rounds * plan.turn_steps
-                    )
-                    faults.setdefault(name, []).append(round(of_a_step))
+                    faults.setdefault(name, []).append(program.page_faults_of_a_step())
         times = {name: times.get(name, []) + seconds for name, seconds in found.items()}
         names = {name: names[name] for name in found}
     return times, faults

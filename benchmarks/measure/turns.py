@@ -73,6 +73,7 @@ class Program:
             for n, process in enumerate(self.processes):
                 pin(n, number, process.pid or 0)  # as `-m shm` does with ranks
         self.lines = [0] * len(self.folders)  # of metrics.jsonl, read so far
+        self.marks: list[tuple[int, int]] = []  # see mark_page_faults
 
     def signal(self, number: int) -> None:
         """Send it to all of its processes that live, and to those that they have started."""
@@ -99,16 +100,22 @@ class Program:
         self.signal(signal.SIGSTOP)
         for n, each in enumerate(seconds):
             self.lines[n] += len(each)
+        self.mark_page_faults()
         return [second for each in seconds for second in each]
 
-    def page_faults(self) -> int:
-        """Count how often the first process has got a new page of memory since it started.
+    def mark_page_faults(self) -> None:
+        """Note how often the first process has got a new page of memory, after how many steps."""
+        with suppress(OSError):  # it has ended, or there is no /proc
+            fields = Path(f"/proc/{self.processes[0].pid}/stat").read_text().rpartition(")")[2]
+            # minflt, see man 5 proc_pid_stat
+            self.marks.append((self.lines[0], int(fields.split()[7])))
 
-        0 where there is no /proc.
-        """
-        path = Path(f"/proc/{self.processes[0].pid}/stat")
-        # minflt, see man 5 proc_pid_stat
-        return int(path.read_text().rpartition(")")[2].split()[7]) if path.exists() else 0
+    def page_faults_of_a_step(self) -> int | None:
+        """Count the page faults of the first process, from its first turn on."""
+        if len(self.marks) < 2:
+            return None
+        (steps, faults), (last_steps, last_faults) = self.marks[0], self.marks[-1]
+        return round((last_faults - faults) / (last_steps - steps))
 
     def finish(self) -> None:
         """Let it come to its end, which comes after its last epoch."""

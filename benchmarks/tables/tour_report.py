@@ -21,9 +21,9 @@ from shm.busy import (
 )
 
 HOW_TO_READ = """\
-In brackets: the 95 % interval of a ratio, widened by how far "{again}" is from the first row;
-with a ?, 1 is inside. Each ratio is the median of the rounds, so it need not be the quotient of two
-samples/s. If the brackets of two rows overlap, do not rank them."""
+In brackets: the 95 % interval of a ratio, widened by what "{again}" differs from
+the first row; with a ?, 1 is inside. Each ratio is the median of the rounds, so it need not be the
+quotient of two samples/s. If the brackets of two rows overlap, do not rank them."""
 BEYOND_THE_CEILING = """\
 A share above 100% cannot be: nobody is faster for talking. It is noise."""
 NO_RATIOS = """\

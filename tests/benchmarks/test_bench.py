@@ -130,6 +130,7 @@ def test_a_program_trains_only_in_its_turns(tmp_path):
         steps = program.take_turn(6)
         assert len(steps) >= 6
         assert stopped(program) > first
+        assert program.page_faults_of_a_step() >= 0
         [process] = program.processes
     assert process.exitcode == -signal.SIGKILL
 
@@ -160,7 +161,7 @@ def test_a_turn_of_the_ceiling_ends_when_all_of_its_processes_have_taken_their_s
     written = [[1.0], []], [[1.0, 1.0], [3.0]], [[1.0], [3.0, 3.0]]
     program = turns.Program.__new__(turns.Program)
     program.folders, program.processes = [tmp_path / "0", tmp_path / "1"], [Waits(), Waits()]
-    program.lines, program.label = [0, 0], "ceiling"
+    program.lines, program.marks, program.label = [0, 0], [], "ceiling"
     for folder in program.folders:
         folder.mkdir()
     coming, steps = iter(written), [0, 0]
