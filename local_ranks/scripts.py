@@ -81,7 +81,7 @@ def _run_when(rank: int, all_started: Event, function: Callable, *args: Any) -> 
     function(rank, *args)
 
 
-def prepare_for_script(script: str, flags: Sequence[str], output: str, threads: int) -> None:
+def prepare_for_script(script: str, flags: Sequence[str], output: str, threads: int = 1) -> None:
     """Make this process like one that was started for the script and prints into this file."""
     torch.set_num_threads(threads)  # torch has read OMP_NUM_THREADS before, in the fork server
     use_default_start_method()
@@ -101,8 +101,8 @@ def become_script(
     flags: tuple,
     cwd: str,
     output: str,
-    own_group: bool,
-    forks: bool,
+    own_group: bool = False,
+    forks: bool = True,
 ) -> None:
     """Run the script as `python SCRIPT FLAGS` would, and end with its exit status."""
     if own_group:

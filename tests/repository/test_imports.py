@@ -17,7 +17,7 @@ ROOMS = {  # the rooms that each imports from, as CONTRIBUTING.md says; tests im
     "packages": set(),
     "beyond": {"course", "packages"},
     "workshop": {"course", "packages", "beyond"},
-    "notebooks": {"course", "beyond", "workshop"},
+    "notebooks": {"course", "packages", "beyond", "workshop"},
 }
 ROOM_OF_FOLDER = {
     "common": "course",
