@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
@@ -26,6 +27,7 @@ from benchmarks.variants import VARIANTS, Layout, script_of
 from common.bar import progress_bar
 from common.run_folder import set_aside
 from local_ranks.machine import KEEP_FREED_MEMORY
+from local_ranks.ranks import PROCESS_DEFAULTS
 from local_ranks.run_files import read_metrics
 from local_ranks.scripts import start_script, store_of_a_launcher
 from shm.cores import pin
@@ -151,6 +153,22 @@ def gpu_of_its_own(number: int, processes: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": gpus[number]}
 
 
+def kill_orphans(groups: Connection) -> None:
+    """Receive the numbers of process groups, and kill them if their sender ends without None.
+
+    Whoever is stopped does not notice that nobody will let it go on.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the sender deals with it
+    orphans: list[int] = []
+    try:
+        while (group := groups.recv()) is not None:
+            orphans.append(group)
+    except EOFError:
+        for group in orphans:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+
+
 def size_of(path: Path) -> int:
     try:
         return path.stat().st_size
@@ -189,9 +207,16 @@ def warmed_up(
     """
     started: list[Program] = []
     programs: dict[str, Program] = {}
+    context = PROCESS_DEFAULTS.context()
+    receiver, groups = context.Pipe(duplex=False)
+    guard = context.Process(target=kill_orphans, args=(receiver,))
+    guard.start()
+    receiver.close()
     try:
         for name, (key, flags) in progress_bar("warming up", [*runs.items()], unit="program"):
             started.append(Program(key, ranks, flags, folder / name.replace("/", "")))
+            for process in started[-1].processes:
+                groups.send(process.pid)
             try:
                 started[-1].first_turn = started[-1].take_turn(epoch_steps)
             except SystemExit:
@@ -203,6 +228,8 @@ def warmed_up(
     finally:
         for program in started:
             program.kill()
+        groups.send(None)
+        guard.join()
 
 
 def take_turns(

@@ -1,8 +1,11 @@
 """Benchmarks: each section runs, and what the pages say of its results is so."""
 
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from functools import cache
 from pathlib import Path
@@ -18,6 +21,7 @@ from benchmarks.measure.timing import AA, Effort
 from benchmarks.tables import measurements
 from benchmarks.tables import pages as page_tables
 from benchmarks.variants import VARIANTS, Layout
+from helpers.machine import is_running
 from helpers.refusals import assert_one_line, refusal
 from local_ranks.machine import SECONDS, scratch_folder, timeout_under_load
 from local_ranks.run_files import read_metrics
@@ -143,6 +147,36 @@ def stopped(program: turns.Program) -> int:
         assert time.monotonic() < end
         time.sleep(0.01)
     return len(read_metrics(program.folders[0]))
+
+
+WAITS = """
+import sys, time
+from pathlib import Path
+from benchmarks.measure.turns import warmed_up
+
+if __name__ == "__main__":
+    flags = ("--model=net-bn", "--epochs=40", "--batch-size=500", "--device=cpu")
+    with warmed_up({"01": ("01", flags)}, 2, 3, Path(sys.argv[1])) as programs:
+        print(programs["01"].processes[0].pid, flush=True)
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_programs_that_wait_end_with_the_process_that_lets_them_train(number, tmp_path):
+    (tmp_path / "waits.py").write_text(WAITS)
+    command = [sys.executable, str(tmp_path / "waits.py"), str(tmp_path / "run")]
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=path, cwd=ROOT)
+    assert process.stdout
+    stopped = int(process.stdout.readline())
+    assert is_running(stopped), "the control"
+    process.send_signal(number)
+    process.communicate()
+    end = time.monotonic() + timeout_under_load(SECONDS)
+    while is_running(stopped):
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 class Waits:
