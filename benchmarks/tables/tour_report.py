@@ -45,7 +45,7 @@ def learned(results: Results, style: str = "github") -> str:
             {
                 "stage": row["label"],
                 "global batch": f"{processes} × {summary['local_batch']}",
-                "train loss": f"{summary['train_loss']:.4f}",
+                f"loss of epoch {results['epochs']}": f"{summary['train_loss']:.4f}",
                 "test accuracy": f"{summary['test_accuracy']:.2%}",
                 "MiB of tensors": " + ".join(f"{each:.1f}" for each in held),
             }
