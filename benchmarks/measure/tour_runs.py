@@ -43,11 +43,12 @@ def measure_tour(args: Namespace) -> Results:
     plan = make_plan(args, train_set, len(names))
     runs = {name: (key, flags_of(args, key, plan)) for name, key in names.items()}
     print(f"{len(names)} programs train {plan.epochs} epochs each, in turns:", flush=True)
-    for key, flags in runs.values():
+    for name, (key, flags) in runs.items():
         command, number = script_of(key, args.ranks, args.device)
         threads = (os.cpu_count() or 1) if VARIANTS[key].all_cores else 1
         start = f"{number} × " * (number > 1) + f"OMP_NUM_THREADS={threads} python"
-        print(f"  {VARIANTS[key].title(args.ranks)}: {start} {' '.join([*command, *flags])}")
+        title = VARIANTS[key].title(args.ranks) + " again" * (name == AA)
+        print(f"  {title}: {start} {' '.join([*command, *flags])}")
     with progress_bar("counting memory"):
         held = count_memory(keys, args, train_set)
     with warmed_up(runs, args.ranks, plan.epoch_steps, args.run_dir) as programs:
