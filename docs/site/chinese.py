@@ -11,7 +11,7 @@ from pathlib import Path
 from sphinx.application import Sphinx
 from sphinx.search.en import SearchEnglish
 
-from repository_pages import chinese_page, translated_pages
+from repository_pages import translated_pages
 
 CHINESE = {  # what we add, and what Furo says, which has no translation
     "Course": "课程",
@@ -81,8 +81,8 @@ def word(app: Sphinx, text: str) -> str:
 
 def translation(app: Sphinx, docname: str) -> Path | None:
     """The Chinese file of a page, where the build is Chinese and there is one."""
-    path = chinese_page(Path(app.env.doc2path(docname)), Path(app.srcdir))
-    return path if app.tags.has("zh") and path.exists() else None
+    pages = dict(translated_pages(Path(app.srcdir))) if app.tags.has("zh") else {}
+    return pages.get(Path(app.env.doc2path(docname)))
 
 
 def with_rebased_links(app: Sphinx, docname: str, path: Path) -> str:

@@ -25,8 +25,11 @@ leaves lines out. `make pages-quick` writes all of these but "break it"; in a pa
 knows what to write by the first and the last line.
 
 Between <!-- table: NAME --> and <!-- end of table --> stands what benchmarks/tables/pages.py makes,
-and <!-- widget: NAME --> is a place where the site has something to play with. A Chinese page says
-in <!-- of the English: DIGEST --> which prose it translates.
+and <!-- widget: NAME --> is a place where the site has something to play with.
+
+A Chinese page says in <!-- of the English: DIGEST, Chinese: DIGEST --> which prose it translates.
+Between <!-- comments of: SCRIPT --> and <!-- end of comments --> it translates those comments of a
+script that the script of the stage before does not have.
 """
 
 import re
@@ -36,12 +39,15 @@ from pathlib import Path
 from repository_pages import PAGES_OF_THE_ROOT
 
 KINDS = {"in the suite", "output of", "lesson", "part of", "break it", "table", "end of table"}
-KINDS |= {"widget", "of the English"}
+KINDS |= {"widget", "of the English", "comments of", "end of comments"}
 MARKER = re.compile(r"<!-- (?P<kind>[^\n:]+?)(?:: (?P<value>[^\n]*?))? -->")
 FENCE = re.compile(
     rf"(?:{MARKER.pattern}\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.M | re.S
 )
 TABLE = re.compile(r"<!-- table: (?P<name>.+?) -->\n(?P<text>.*?)<!-- end of table -->", re.S)
+COMMENTS = re.compile(
+    r"<!-- comments of: (?P<script>.+?) -->\n(?P<text>.*?)<!-- end of comments -->", re.S
+)
 WIDGET = re.compile(r"^<!-- widget: (?P<name>\w+) -->$", re.M)
 OUTPUT = re.compile(
     r"(?P<command>.+?)"

@@ -1,8 +1,8 @@
 """Write into the pages what their programs print today, and what files and results hold.
 
-    python docs/tools/refresh_pages.py               # as `make pages`
-    python docs/tools/refresh_pages.py --quick       # as `make pages-quick`: it runs no program
-    python docs/tools/refresh_pages.py --translated  # after a translation: none is older
+    python docs/tools/refresh_pages.py                    # as `make pages`
+    python docs/tools/refresh_pages.py --quick            # as `make pages-quick`: no program runs
+    python docs/tools/refresh_pages.py --translated PAGE  # after its translation: it is current
 
 It writes the quoted parts of diffs and of files, the tables, and every output whose command a page
 names; but first it runs the tour, and stores its results. Last come the Chinese pages.
@@ -12,6 +12,7 @@ import json
 import re
 from argparse import ArgumentParser
 from collections.abc import Callable
+from pathlib import Path
 
 import translations
 from benchmarks.result_files import RESULTS, save
@@ -53,14 +54,27 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--quick", action="store_true", help="run neither the tour nor a command")
-    add("--translated", action="store_true", help="the same, and call no Chinese page older")
+    add(
+        "--translated",
+        nargs="+",
+        type=Path,
+        default=(),
+        metavar="PAGE",
+        help="Chinese pages that are current now; nothing runs",
+    )
+    add(
+        "--unchanged",
+        default="",
+        metavar="WHY",
+        help="why the English change needs no other Chinese",
+    )
     args = parser.parse_args()
     if not (args.quick or args.translated):
         run_tour()
         write_fences(output)
     write_tables()
     write_fences(quotation)
-    translations.update(args.translated)
+    translations.update([path.resolve() for path in args.translated], args.unchanged)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Which pages there are, in English and in Chinese, and which of them are the main path."""
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -29,19 +30,12 @@ TEST_FILES = sorted(path for each in TEST_FOLDERS for path in ROOT.glob(f"{each}
 LINK = r"!?\[([^\]]*)\]\([^)]*\)"
 
 
-def chinese_page(page: Path, root: Path = ROOT) -> Path:
-    """Where the Chinese version of an English page is, if there is one."""
-    if page == root / "README.md":
-        return root / "README.zh.md"
-    return root / "docs" / "zh" / f"{page.parent.name if page.stem == 'README' else page.stem}.md"
-
-
 def translated_pages(root: Path = ROOT) -> Iterator[tuple[Path, Path]]:
-    """The English pages that have a Chinese version, and that version."""
-    for pattern in ("README.md", "*/README.md", "beyond/*/README.md", "docs/*.md"):
-        for page in sorted(root.glob(pattern)):
-            if (chinese := chinese_page(page, root)).exists():
-                yield page, chinese
+    """Yield each English page that has a Chinese version, and that version, which names it."""
+    for chinese in [root / "README.zh.md", *sorted((root / "docs/zh").glob("*.md"))]:
+        english = re.match(r"\[English\]\(([^)]+)\)", chinese.read_text(encoding="utf-8"))
+        assert english, f"{chinese.relative_to(root)}: the first line is not [English](PAGE)"
+        yield Path(os.path.normpath(chinese.parent / english[1])), chinese
 
 
 CHINESE = [page for _, page in translated_pages()]
