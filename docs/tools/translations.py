@@ -35,6 +35,7 @@ LINK = re.compile(r"(?P<picture>!?)\[(?P<words>[^\]]*)\]\((?P<target>(?!\w+:)[^)
 ADDRESS = re.compile(r"\]\((\w+:[^)\s]+)\)")
 ONLY_ENGLISH = "（英文）"
 ONLY_CHINESE = "这些页面不用的说法"  # a section of the Chinese glossary
+TO_COMMENTS = "#comments"  # the table of a script's comments, which only a Chinese page has
 UNTRANSLATED = "\n## All claims\n"  # from here on, claims.md stays English
 
 
@@ -133,7 +134,9 @@ class Languages:
             links, pictures = Counter[str](ADDRESS.findall(part)), Counter[str]()
             for match in LINK.finditer(part):
                 where = pictures if match["picture"] else links
-                where[self.meaning(page, match["target"])] += 1
+                leads_to_english = self.resolved(page, match["target"])[0] == self.english.get(page)
+                if match["target"] != TO_COMMENTS and not leads_to_english:
+                    where[self.meaning(page, match["target"])] += 1
             words = re.sub(r'\]\([^)]*\)|<a id=".*?">|`[^`]+`', " ", part)
             rows = re.findall(r"^\|.*\|$", re.sub(r"`[^`]*`", "", part), re.M)
             yield Section(
