@@ -61,7 +61,7 @@ gap: $(VENV)/ready  ## write the missing lines of a script, and have them judged
 class-copy:  ## for a class: copy what is committed to the new folder TO, without answers and history
 	@mkdir $(TO)
 	git archive HEAD | tar -x -C $(TO)
-	cd $(TO) && rm beyond/puzzles/answers.md $(ANSWERS)
+	cd $(TO) && rm beyond/puzzles/answers.md docs/zh/answers.md $(ANSWERS)
 	cd $(TO) && sed -i -E 's/^( *"(mistake|report|why_unseen)"): ".*"/\1: ""/' packages/prove/evidence/mistakes/*/about.json
 
 puzzle: $(VENV)/ready  ## find the mistake in a script, and have it judged: N=3; HINT=1 shows prove's table

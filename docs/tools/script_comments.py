@@ -14,15 +14,12 @@ def comments_of(script: Path) -> list[tuple[int, str]]:
 
 def docstrings(script: Path) -> list[tuple[int, str]]:
     """Each paragraph of each docstring, but no command."""
-    found = []
+    found = list[tuple[int, str]]()
     for node in ast.walk(ast.parse(script.read_text())):
-        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(
-            node
-        ):
-            line = node.body[0].lineno
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
             for part in re.split(r"\n\s*\n", ast.get_docstring(node) or ""):
-                if not part.lstrip().startswith(("python ", "torchrun ")):
-                    found.append((line, " ".join(part.split())))
+                if part and not part.lstrip().startswith(("python ", "torchrun ")):
+                    found.append((node.body[0].lineno, " ".join(part.split())))
     return found
 
 

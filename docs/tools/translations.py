@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from chinese_terms import wrong_terms
 from markers import COMMENTS, FENCE, TABLE
 from page_sources import PARENTS
 from repository_pages import ROOT, slugs, translated_pages
@@ -287,6 +288,7 @@ def why_not_current(languages: Languages, page: Path, chinese: Path, reason: str
     text = chinese.read_text()
     state = STATE.search(text)
     faults = [*languages.differences(page, chinese), *languages.wrong_links(chinese)]
+    faults += [*wrong_terms(chinese)]
     faults += [f"not translated: {row}" for row in untranslated_comments(text)]
     is_as_before = state is not None and state["chinese"] == digest(text)
     if is_as_before and is_older(page.read_text(), text) and not reason:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import translations
 from page_faults import faults
 from repository_pages import ALL_PAGES, CHINESE, ROOT
 
@@ -44,36 +43,3 @@ def test_what_is_wrong_with_a_page_is_found(page, added, fault, monkeypatch):
 )
 def test_what_a_page_links_and_quotes_is_there(page):
     assert [*faults(page)] == []
-
-
-def test_a_translation_that_is_older_is_reported_and_fails_nothing(tmp_path, monkeypatch, capsys):
-    english, chinese = tmp_path / "README.md", tmp_path / "README.zh.md"
-    english.write_text("# One\n")
-    chinese.write_text(
-        f"# 一\n<!-- of the English: {translations.digest(english.read_text())} -->\n"
-    )
-    monkeypatch.setattr(translations, "ROOT", tmp_path)
-    monkeypatch.setattr(translations, "translated_pages", lambda: [(english, chinese)])
-    translations.update()
-    assert capsys.readouterr().out == ""
-    english.write_text("# Another one\n")
-    translations.update()
-    assert capsys.readouterr().out == "README.zh.md is older than README.md\n"
-
-
-def test_a_translation_with_other_fences_is_reported_because_none_is_copied(
-    tmp_path, monkeypatch, capsys
-):
-    english, chinese = tmp_path / "README.md", tmp_path / "README.zh.md"
-    english.write_text("# One\n\n```bash\nnew\n```\n")
-    stamp = f"# 一\n<!-- of the English: {translations.digest(english.read_text())} -->\n"
-    monkeypatch.setattr(translations, "ROOT", tmp_path)
-    monkeypatch.setattr(translations, "translated_pages", lambda: [(english, chinese)])
-    chinese.write_text(f"{stamp}\n```bash\nold\n```\n")
-    translations.update()
-    assert "new" in chinese.read_text()
-    assert capsys.readouterr().out == "", "the control"
-    chinese.write_text(stamp)
-    translations.update()
-    said = "README.zh.md has other fences than README.md, so none was copied\n"
-    assert capsys.readouterr().out == said
