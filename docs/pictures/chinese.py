@@ -95,10 +95,7 @@ WORDS = {
     "✓ evaluation": "✓ evaluation",
     "✓ {}": "✓ {}",
     "✗ {}": "✗ {}",
-    **{
-        row: row
-        for row in ("samples", "weights", "averaged gradients", "one rank", "files")
-    },
+    **{row: row for row in ("samples", "weights", "averaged gradients", "one rank", "files")},
     # course
     "The map of the course": "课程地图",
     "You are here: the first page": "你在这里：首页",
@@ -334,6 +331,6 @@ def say(text: str) -> str:
 
 CHINESE = Language(
     say,
-    'lang="zh-CN" font-family="\'Noto Sans CJK SC\', \'Source Han Sans SC\', \'PingFang SC\', '
+    "lang=\"zh-CN\" font-family=\"'Noto Sans CJK SC', 'Source Han Sans SC', 'PingFang SC', "
     "'Microsoft YaHei', sans-serif\"",
 )
