@@ -68,7 +68,7 @@ def draw_losses(results: Results) -> str:
         drawing.words(RIGHT, y + 21, f"test accuracy {accuracy:.1%}", name, "end")
         drawing.description += f"{LABELS[name]}: the loss falls to {last:.2f}. "
     caption = "Stage 03 on two ranks, with its averaging or without."
-    return with_origin(drawing, [caption], results)
+    return with_origin(drawing, caption, results)
 
 
 def draw_drift(results: Results) -> str:
@@ -92,15 +92,13 @@ def draw_drift(results: Results) -> str:
     drawing.words(x - 10, y - 8, f"{LABELS['wrong']}: {last:.0f} %", "wrong", "end", bold=True)
     text = f"{LABELS['right']}: {max(far['right']):g} in every step"
     drawing.words(RIGHT, BOTTOM - 12, text, "right", "end", bold=True)
-    caption = "Stage 03 without its averaging: both start alike"
-    return with_origin(drawing, [caption, "and see different samples."], results)
+    caption = "Stage 03 without its averaging: both start alike\nand see different samples."
+    return with_origin(drawing, caption, results)
 
 
-def with_origin(drawing: Drawing, caption: Sequence[str], results: Results) -> str:
-    lines = [*caption, origin_line(results["provenance"])]
-    for number, line in enumerate(lines):
-        drawing.words(4, BOTTOM + 72 + 20 * number, line)
-    return drawing.text(BOTTOM + 60 + 20 * len(lines))
+def with_origin(drawing: Drawing, caption: str, results: Results) -> str:
+    y = drawing.words(4, BOTTOM + 72, caption)
+    return drawing.text(drawing.words(4, y, origin_line(results["provenance"])) - 12)
 
 
 # 16 V100, ResNet-50: images per second of all and of one, in the table of forecast's page.
@@ -148,11 +146,6 @@ def draw_scaling() -> str:
         drawing.dot(*plot.place(*point), "measured")
     drawing.dot(LEFT + 24, TOP + 78, "measured")
     drawing.words(LEFT + 46, TOP + 84, "measured")
-    for number, line in enumerate(
-        (
-            "A forecast for ResNet-50, 45 ms per step on one GPU,",
-            "8 GPUs per machine, 25 Gbit/s between the machines.",
-        )
-    ):
-        drawing.words(4, BOTTOM + 72 + 20 * number, line)
-    return drawing.text(BOTTOM + 102)
+    caption = "A forecast for ResNet-50, 45 ms per step on one GPU,\n"
+    caption += "8 GPUs per machine, 25 Gbit/s between the machines."
+    return drawing.text(drawing.words(4, BOTTOM + 72, caption) - 10)

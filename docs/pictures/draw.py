@@ -1,4 +1,4 @@
-"""Draw the pictures of the pages, from committed results and from what is computed.
+"""Draw the pictures of the pages, in two languages, from committed results and what is computed.
 
 python docs/pictures/draw.py
 """
@@ -10,7 +10,8 @@ from pathlib import Path
 from benchmarks.result_files import MACHINE, load
 from benchmarks.tables.pages import find_tables
 from common.options import Parser
-from docs.pictures import curves, flows, formats, lessons, maps, memory, timeline
+from docs.pictures import curves, flows, formats, lessons, maps, memory, svg, timeline
+from docs.pictures.chinese import CHINESE
 
 FOLDER = Path(__file__).parent
 
@@ -68,13 +69,23 @@ PICTURES: dict[str, Callable[[], str]] = {
 }
 
 
-def path_of(name: str) -> Path:
-    return FOLDER / f"{name}.svg"
+LANGUAGES = {"": svg.SPOKEN.get(), "zh": CHINESE}  # by folder
+
+
+def path_of(name: str, folder: str = "") -> Path:
+    return FOLDER / folder / f"{name}.svg"
+
+
+def draw(name: str, folder: str = "") -> str:
+    """Draw a picture in the language of the folder."""
+    with svg.speaking(LANGUAGES[folder]):
+        return PICTURES[name]()
 
 
 if __name__ == "__main__":
     Parser(__doc__).parse_args()
-    FOLDER.mkdir(exist_ok=True)
-    for name, make in PICTURES.items():
-        path_of(name).write_text(make())
-    print(f"wrote {len(PICTURES)} pictures")
+    for folder in LANGUAGES:
+        path_of("", folder).parent.mkdir(exist_ok=True)
+        for name in PICTURES:
+            path_of(name, folder).write_text(draw(name, folder))
+    print(f"wrote {len(PICTURES)} pictures in {len(LANGUAGES)} languages")

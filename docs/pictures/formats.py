@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.result_files import Results
 from common.models import Net
-from docs.pictures.svg import INK, ON_DARK, WIDTH, Drawing, width_of
+from docs.pictures.svg import INK, ON_DARK, WIDTH, Drawing
 
 LAYOUTS = ("contiguous", "channels_last")  # of images in memory
 HIGH = 34  # of a layer
@@ -68,8 +68,8 @@ def draw_ranges(drawing: Drawing, left: float) -> None:
     drawing.line(place(small), 240, place(small), y - 6)
     drawing.line(place(small), y, place(small * 65536), y, arrow=True)
     drawing.box(place(small) - 4, y - 4, 8, 8, "gradients")
-    for row, text in enumerate(("a gradient of 1e-8 is 0 in fp16;", "times 65536, it fits")):
-        drawing.words(WIDTH - 8, y + 26 + 20 * row, text, anchor="end", bold=True)
+    text = "a gradient of 1e-8 is 0 in fp16;\ntimes 65536, it fits"
+    drawing.words(WIDTH - 8, y + 26, text, anchor="end", bold=True)
 
 
 class Choice(Enum):
@@ -144,7 +144,7 @@ def draw_autocast() -> str:
     for choice in Choice:
         draw_choice(drawing, left, y, 20, "", choice)
         drawing.words(left + 28, y + HIGH / 2 + 6, choice.value)
-        left += 28 + width_of(choice.value) + 16
+        left += 28 + drawing.width_of(choice.value) + 16
     return drawing.text(y + HIGH + 8)
 
 

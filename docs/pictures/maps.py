@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from docs.pictures.svg import INK, ON_DARK, WIDTH, Drawing, width_of
+from docs.pictures.svg import INK, ON_DARK, WIDTH, Drawing
 from local_ranks.chapters import ROOT
 
 CONVERT = ROOT / "beyond" / "convert"
@@ -165,7 +165,7 @@ def draw_convert() -> str:
             if rows:
                 text = f"{mark} {', '.join(rows)}"
                 drawing.words(x, y + 41, text, kind)
-                x += width_of(text) + 14
+                x += drawing.width_of(text) + 14
         drawing.description += f"{number + 1}. {name}: WRONG are {', '.join(wrong) or 'none'}. "
     drawing.words(4, end + 16, "your script, for many GPUs: nothing WRONG", bold=True)
     drawing.words(4, end + 42, "what prove says after each step: ✓ right, ✗ WRONG")

@@ -6,12 +6,18 @@ darker in the light theme than in the dark one. Some browsers take the theme fro
 from the page, so words keep 3 with the other page, too.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from html import escape
+from textwrap import wrap
+from typing import NamedTuple
+from unicodedata import east_asian_width
 
 WIDTH = 480  # on a phone, a picture is as wide as the page: the text stays large enough
 SHOWN = 520  # how wide it is on a wider page
 SIZE = 17  # of the letters
+LETTERS = 56  # of a line
 PAGES = {"light": "#ffffff", "dark": "#131416"}  # the site's; GitHub's dark page is darker still
 CONTRAST = 5.5  # of words with their page
 INK, ON_LIGHT, ON_DARK = "ink", "#0b1622", "#ffffff"  # words on the page, and on shapes
@@ -55,6 +61,26 @@ STRIPES = (
 )
 
 
+class Language(NamedTuple):
+    """What a drawing says for the English text that it is given, and the look of its letters."""
+
+    say: Callable[[str], str]
+    attributes: str
+
+
+SPOKEN = ContextVar("SPOKEN", default=Language(str, 'font-family="sans-serif"'))
+
+
+@contextmanager
+def speaking(language: Language) -> Iterator[None]:
+    """Drawings that are made inside have this language."""
+    before = SPOKEN.set(language)
+    try:
+        yield
+    finally:
+        SPOKEN.reset(before)
+
+
 def luminance(color: str) -> float:
     """The relative luminance of WCAG 2: 0 for black, 1 for white."""
     parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
@@ -79,7 +105,8 @@ def for_words(color: str, theme: str) -> str:
 def width_of(text: str) -> float:
     """How wide the text is, about, in a wide font."""
     widths = dict.fromkeys("fijlrt", 0.36) | {"m": 0.98, "w": 0.82}
-    return SIZE * sum(widths.get(letter, 0.6) for letter in text)
+    wide = (1 if east_asian_width(letter) in "FW" else widths.get(letter, 0.6) for letter in text)
+    return SIZE * sum(wide)
 
 
 def minus(number: float) -> str:
@@ -92,10 +119,11 @@ def class_of(kind: str) -> str:
 
 
 class Drawing:
-    """Shapes from top to bottom; `text` closes the file."""
+    """Shapes from top to bottom; `text` closes the file. All words are given in English."""
 
     def __init__(self, title: str, description: str) -> None:
         self.title, self.description = title, description
+        self.say, self.attributes = SPOKEN.get()
         self.shapes: list[str] = []
         self.kinds = {INK}  # the colors in which there are words
 
@@ -136,10 +164,20 @@ class Drawing:
         kind: str = INK,
         anchor: str = "start",
         bold: bool = False,
-    ) -> None:
+        spacing: int = 20,
+    ) -> float:
+        """Words in as many lines as they take; returns where the next line would be."""
         look = f'{self.color(kind)} font-size="{SIZE}" text-anchor="{anchor}"'
         look += ' font-weight="bold"' if bold else ""
-        self.shapes.append(f'<text x="{x:.1f}" y="{y:.1f}" {look}>{escape(text)}</text>')
+        for part in self.say(text).split("\n"):
+            for line in wrap(part, LETTERS) or [""]:
+                self.shapes.append(f'<text x="{x:.1f}" y="{y:.1f}" {look}>{escape(line)}</text>')
+                y += spacing
+        return y
+
+    def width_of(self, text: str) -> float:
+        """How wide the text is, about, as the drawing says it."""
+        return width_of(self.say(text))
 
     def color(self, kind: str) -> str:
         """kind: a name in COLORS, for words on the page, or ON_LIGHT or ON_DARK, on a shape."""
@@ -152,7 +190,8 @@ class Drawing:
         """Words that are read from below, and have their middle here."""
         look = f'{self.color(INK)} font-size="{SIZE}" font-weight="bold" text-anchor="middle"'
         turned = f'transform="rotate(-90 {x:.1f} {y:.1f})"'
-        self.shapes.append(f'<text x="{x:.1f}" y="{y:.1f}" {look} {turned}>{escape(text)}</text>')
+        said = escape(self.say(text))
+        self.shapes.append(f'<text x="{x:.1f}" y="{y:.1f}" {look} {turned}>{said}</text>')
 
     def button(self, x: float, y: float, width: float, height: float, kind: str, text: str) -> None:
         """A filled box with a word in its middle."""
@@ -186,7 +225,7 @@ class Drawing:
         """A square and a name for each, in as many rows as it takes; returns where they end."""
         left = x
         for name in names:
-            wide = 20 + width_of(name)
+            wide = 20 + self.width_of(name)
             if x > left and x + wide > WIDTH:
                 x, y = left, y + 22
             self.box(x, y, 14, 14, name, INK if name == "waiting" else "")
@@ -202,9 +241,8 @@ class Drawing:
         )
         size = f'width="{SHOWN}" height="{height * SHOWN / WIDTH:.0f}"'
         size += f' viewBox="0 0 {WIDTH} {height:.0f}"'
-        head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" font-family="sans-serif">'
-        )
-        about = f"<title>{escape(self.title)}</title><desc>{escape(self.description)}</desc>"
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {self.attributes}>'
+        title, description = (escape(self.say(it)) for it in (self.title, self.description))
+        about = f"<title>{title}</title><desc>{description}</desc>"
         defs = f"{self.style()}<defs>{STRIPES}{arrow}</defs>"
         return "\n".join([head, about, defs, *self.shapes, "</svg>"]) + "\n"

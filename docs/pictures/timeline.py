@@ -1,7 +1,6 @@
 """Draw one step of each recording: what each rank loads, computes and sends, on one time axis."""
 
 from collections.abc import Sequence
-from textwrap import wrap
 from typing import NamedTuple
 
 from benchmarks.measure.timeline_recorder import MESSAGES, Kind, RecordedStep, Span
@@ -165,11 +164,10 @@ def draw(rows: Sequence[Row], caption: Sequence[str], longest: float = 0) -> str
         drawing.line(x, y, x, y + 5)
         drawing.words(x, y + 20, f"{tick:g}", anchor="middle")
     drawing.words(LEFT - 8, y + 20, "ms", anchor="end")
-    y += 28
-    for line in (line for text in caption for line in wrap(text, 56)):
-        y += SIZE + 2
-        drawing.words(4, y, line)
-    return drawing.text(y + 8)
+    y += SIZE + 30
+    for text in caption:
+        y = drawing.words(4, y, text, spacing=SIZE + 2)
+    return drawing.text(y - SIZE + 6)
 
 
 def number_messages(drawing: Drawing, parts: Sequence[Part], y: float, scale: float) -> float:
