@@ -9,9 +9,10 @@ import re
 from docs.pictures.svg import Language
 
 # The names of programs, folders and options, and words that the Chinese pages leave in English.
-NAMES = """convert prove survive forecast shard puzzles torchrun --node-rank net-bn contiguous torch
-local rank epoch dropout right Conv Linear ms""".split()
-AS_PRINTED = ("samples", "weights", "averaged gradients", "one rank", "files")  # by prove
+NAMES = """
+convert prove survive forecast shard puzzles torchrun --node-rank net-bn contiguous torch
+local rank epoch dropout right Conv Linear ms
+"""
 
 # Of two entries that fit, the first one counts. A line break is where the Chinese needs it.
 WORDS = {
@@ -23,7 +24,9 @@ WORDS = {
     "with averaging, {} in every step.": (
         "{} 步之后，两个 rank 的权重相差权重范数的 {}；求平均时，每一步都相差 {}。"
     ),
-    "{} GPUs do the work of {}; with one change, {}": "{} 个 GPU 相当于 {} 个；改一处，相当于 {} 个",
+    "{} GPUs do the work of {}; with one change, {}": (
+        "{} 个 GPU 相当于 {} 个；改一处，相当于 {} 个"
+    ),
     "{}, global batch {}. The median recorded step; bench.md has speeds.": (
         "{}，全局批次 {}。\n图中是时间居中的一步；速度见 bench.md。"
     ),
@@ -96,7 +99,7 @@ WORDS = {
     "✓ evaluation": "✓ evaluation",
     "✓ {}": "✓ {}",
     "✗ {}": "✗ {}",
-    **{row: row for row in AS_PRINTED},
+    **{row: row for row in ("samples", "weights", "averaged gradients", "one rank", "files")},
     # course
     "The map of the course": "课程地图",
     "You are here: the first page": "你在这里：首页",
@@ -315,7 +318,7 @@ PATTERNS = [
     if "{}" in english
 ]
 ENGLISH_WORD = re.compile(r"(?<![\w.])[A-Za-z][a-z]+(?![\w(=]|\.\w)")
-NAME = re.compile(rf"(?<![\w-])({'|'.join(NAMES)})(?![\w-])")
+NAME = re.compile(rf"(?<![\w-])({'|'.join(NAMES.split())})(?![\w-])")
 
 
 def say(text: str) -> str:
@@ -332,6 +335,6 @@ def say(text: str) -> str:
 
 CHINESE = Language(
     say,
-    'lang="zh-CN" font-family="\'Noto Sans CJK SC\', \'Source Han Sans SC\', \'PingFang SC\', '
+    "lang=\"zh-CN\" font-family=\"'Noto Sans CJK SC', 'Source Han Sans SC', 'PingFang SC', "
     "'Microsoft YaHei', sans-serif\"",
 )

@@ -28,6 +28,7 @@ from markers import FENCE, WIDGET
 from narrow import for_narrow_screens
 from repository_pages import slugs
 from sidebar import GROUPS, ROWS, is_shown, pages_of, parent
+from translations import ONLY_ENGLISH
 
 logger = logging.getLogger(__name__)
 SWITCH = r"\A\[(中文|English)\]\(.*\n"  # of the language, and to the site, which has its own
@@ -166,7 +167,7 @@ class AsOnGitHub(SphinxTransform):
     def label(self, name: str, label: str) -> str | None:
         """What a page is called in the sidebar; without a name, by its title."""
         if self.app.tags.has("zh") and name in LABELS:
-            return LABELS[name]
+            return LABELS[name] + ONLY_ENGLISH * (translation(self.app, name) is None)
         if NUMBER.match(name) and not label:
             text = from_notebook(Path(self.env.doc2path(name)).read_text(encoding="utf-8"))
             title = re.search(r"^# (.+?)(?:: .*)?$", with_number(text, name), re.M)

@@ -9,7 +9,7 @@ from pathlib import Path
 def comments_of(script: Path) -> list[tuple[int, str]]:
     """List the comments and docstrings of a script by line, without shapes and commands."""
     found = sorted([*docstrings(script), *comments(script)])
-    return [(line, words) for line, words in found if re.search("[a-z]{3}", words)]
+    return [(line, words) for line, words in found if re.search("[a-z]{2}", words)]
 
 
 def docstrings(script: Path) -> list[tuple[int, str]]:

@@ -35,6 +35,7 @@ LINK = re.compile(r"(?P<picture>!?)\[(?P<words>[^\]]*)\]\((?P<target>(?!\w+:)[^)
 ADDRESS = re.compile(r"\]\((\w+:[^)\s]+)\)")
 ONLY_ENGLISH = "（英文）"
 ONLY_CHINESE = "这些页面不用的说法"  # a section of the Chinese glossary
+TO_COMMENTS = "#comments"  # the table of a script's comments, which only a Chinese page has
 UNTRANSLATED = "\n## All claims\n"  # from here on, claims.md stays English
 
 
@@ -82,6 +83,9 @@ class Languages:
             self.headings[page] = slugs(FENCE.sub("", page.read_text()))
         return self.headings[page]
 
+    def anchors(self, page: Path) -> set[str]:
+        return {*self.slugs(page), *re.findall(r'<a id="([\w-]+)">', page.read_text())}
+
     def resolved(self, page: Path, target: str) -> tuple[Path, str]:
         """The file and the anchor to which a link of a page leads."""
         file, _, anchor = target.partition("#")
@@ -115,6 +119,8 @@ class Languages:
             if match["picture"] or source is None:
                 return match[0]
             anchor = self.translated_anchor(anchor, source, new) if anchor else ""
+            if anchor and anchor not in self.anchors(new):  # in a part that stays English
+                return match[0]
             path = "" if new == chinese else os.path.relpath(new, chinese.parent)
             words = match["words"].replace(ONLY_ENGLISH, "")
             return f"[{words}]({path}{'#' * bool(anchor)}{anchor})" if path or anchor else match[0]
@@ -133,7 +139,8 @@ class Languages:
             links, pictures = Counter[str](ADDRESS.findall(part)), Counter[str]()
             for match in LINK.finditer(part):
                 where = pictures if match["picture"] else links
-                where[self.meaning(page, match["target"])] += 1
+                if match["target"] != TO_COMMENTS:
+                    where[self.meaning(page, match["target"])] += 1
             words = re.sub(r'\]\([^)]*\)|<a id=".*?">|`[^`]+`', " ", part)
             rows = re.findall(r"^\|.*\|$", re.sub(r"`[^`]*`", "", part), re.M)
             yield Section(
@@ -155,7 +162,10 @@ class Languages:
         codes = [set(re.findall(r"`([^`\n]+)`", prose(text))) for text in texts]
         for code in sorted(codes[0] - codes[1]):
             yield f"only in English, on this page: code `{code}`"
-        explained = numbers_in_fences(texts[1])  # as the comments of a fence may be told in Chinese
+        # A Chinese page may tell what the comments of a fence say, and lead to its English page.
+        may_be_more = numbers_in_fences(texts[1]) | {
+            self.meaning(english, f"#{name}") for name in self.anchors(english)
+        }
         one, other = self.sections(english), self.sections(chinese)
         if [part.level for part in one] != [part.level for part in other]:
             titles = [[part.heading for part in parts] for parts in (one, other)]
@@ -163,15 +173,10 @@ class Languages:
             return
         for ours, theirs in zip(one, other, strict=True):
             for kind in ("numbers", "links", "pictures", "tables"):
-                pair = getattr(ours, kind), getattr(theirs, kind)
-                if kind == "numbers":
-                    pair = (
-                        pair[0],
-                        Counter(
-                            {n: c for n, c in pair[1].items() if n in pair[0] or n not in explained}
-                        ),
-                    )
-                yield from only_one(kind, f'under "{theirs.heading}"', *pair)
+                expected, found = getattr(ours, kind), getattr(theirs, kind)
+                extra = {name for name in found if name not in expected} & may_be_more
+                found = Counter({name: found[name] for name in found if name not in extra})
+                yield from only_one(kind, f'under "{theirs.heading}"', expected, found)
 
     def wrong_links(self, chinese: Path) -> Iterator[str]:
         """Links that do not say, or wrongly say, that the page behind them is English."""
