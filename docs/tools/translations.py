@@ -183,7 +183,7 @@ class Languages:
         text = prose(chinese.read_text())
         for match in LINK.finditer(text):
             file, _ = self.resolved(chinese, match["target"])
-            is_english = file.suffix == ".md" and file not in self.english
+            is_english = file.suffix in (".md", ".ipynb") and file not in self.english
             list_says_so = (
                 f"{ONLY_ENGLISH}：" in text[text.rfind("\n#", 0, match.start()) : match.start()]
             )
