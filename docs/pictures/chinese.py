@@ -9,8 +9,10 @@ import re
 from docs.pictures.svg import Language
 
 # The names of programs, folders and options, and words that the Chinese pages leave in English.
-NAMES = """convert prove survive forecast shard puzzles torchrun --node-rank net-bn contiguous torch
-local rank epoch dropout right Conv Linear ms""".split()
+NAMES = """
+convert prove survive forecast shard puzzles torchrun --node-rank net-bn contiguous torch
+local rank epoch dropout right Conv Linear ms
+"""
 
 # Of two entries that fit, the first one counts. A line break is where the Chinese needs it.
 WORDS = {
@@ -22,9 +24,11 @@ WORDS = {
     "with averaging, {} in every step.": (
         "{} 步之后，两个 rank 的权重相差权重范数的 {}；求平均时，每一步都相差 {}。"
     ),
-    "{} GPUs do the work of {}; with one change, {}": "{} 个 GPU 顶 {} 个用；改一处，就顶 {} 个",
+    "{} GPUs do the work of {}; with one change, {}": (
+        "{} 个 GPU 相当于 {} 个；改一处，相当于 {} 个"
+    ),
     "{}, global batch {}. The median recorded step; bench.md has speeds.": (
-        "{}，全局批次 {}。图中是时间居中的那一步；\n速度见 bench.md。"
+        "{}，全局批次 {}。\n图中是时间居中的一步；速度见 bench.md。"
     ),
     "Two hours: {}. Then: {}.": "两个小时：{}。然后：{}。",
     "{}. {}: WRONG are {}. {}": "第 {} 步，{}：WRONG 的行：{}。{}",
@@ -86,8 +90,8 @@ WORDS = {
     "Start: {}": "启动：{}",
     "Data: {}": "数据：{}",
     "Model: {}": "模型：{}",
-    "Loss: divided over all ranks": "损失：跨所有 rank 求平均",
-    "Evaluation: all_reduce of sums": "评估：对总数做 all_reduce",
+    "Loss: divided over all ranks": "损失：除以所有 rank 的总和",
+    "Evaluation: all_reduce of sums": "评估：用 all_reduce 求总和",
     "State: only rank 0 saves": "状态：只有 rank 0 保存",
     "what prove says after each step: ✓ right, ✗ WRONG": (
         "每一步之后 prove 的判定：✓ right，✗ WRONG"
@@ -146,7 +150,7 @@ WORDS = {
     "7 output gradients": "7 输出的梯度",
     "7 backward": "7 反向",
     "7 weight gradients": "7 权重的梯度",
-    "sum, optimizer": "求和，优化器",
+    "sum, optimizer": "求和、更新",
     "thrown away": "丢弃",
     # drift, losses
     "Stage 03 without its averaging: two ranks drift apart": (
@@ -160,8 +164,8 @@ WORDS = {
     "Stage 03 without its averaging: both start alike\nand see different samples.": (
         "去掉求平均的阶段 03：两个 rank 的初始权重相同，\n看到的样本不同。"
     ),
-    "Both losses fall, and one run is wrong": "两条损失都在下降，其中一次训练是错的",
-    "Both losses fall. One run is wrong.": "两条损失都在下降，其中一次训练是错的",
+    "Both losses fall, and one run is wrong": "两条损失曲线都在下降，其中一次训练是错的",
+    "Both losses fall. One run is wrong.": "两条损失曲线都在下降，其中一次训练是错的",
     "training loss": "训练损失",
     "test accuracy {}": "测试准确率 {}",
     "{}: the loss falls to {}": "{}：损失降到 {}",
@@ -205,7 +209,7 @@ WORDS = {
     # memory
     "{}: {} MiB in one process": "{}：一个进程占用 {} MiB",
     "{} pixels, global batch {}, at the end of forward.": (
-        "{} 像素，全局批次 {}，前向传播结束时。"
+        "图像 {} 像素，全局批次 {}，前向传播结束时。"
     ),
     # padding, samples
     "What padding and drop_last do": "填充和 drop_last 的作用",
@@ -236,7 +240,7 @@ WORDS = {
     ),
     "work of so many single GPUs": "相当于多少个单独的 GPU",
     "GPUs": "GPU 数",
-    "none waits: {}": "都不等待：{}",
+    "none waits: {}": "没有等待：{}",
     "gradients of {} bits: {}": "{} 位的梯度：{}",
     "measured": "实测",
     "A forecast for ResNet-50, 45 ms per step on one GPU,\n"
@@ -247,7 +251,7 @@ WORDS = {
     "A step of stage 01, and its six places": "阶段 01 的一步训练，以及六个地方",
     "Place {}: {}": "第 {} 处：{}",
     "a step": "一步训练",
-    "each copy would have": "两份脚本会各有",
+    "each copy would have": "每份脚本会有",
     "the same samples": "相同的样本",
     "the same GPU": "同一个 GPU",
     "forward, dropout": "前向、dropout",
@@ -298,7 +302,7 @@ WORDS = {
     ),
     "saves, ends": "保存并结束",
     "ends": "结束",
-    "both vote": "都投票",
+    "both vote": "都表决",
     "both read: stop": "都读到：停止",
     "the votes": "表决",
     "Both train step {},": "两个 rank 都训练第 {} 步，",
@@ -314,7 +318,7 @@ PATTERNS = [
     if "{}" in english
 ]
 ENGLISH_WORD = re.compile(r"(?<![\w.])[A-Za-z][a-z]+(?![\w(=]|\.\w)")
-NAME = re.compile(rf"(?<![\w-])({'|'.join(NAMES)})(?![\w-])")
+NAME = re.compile(rf"(?<![\w-])({'|'.join(NAMES.split())})(?![\w-])")
 
 
 def say(text: str) -> str:
@@ -322,7 +326,7 @@ def say(text: str) -> str:
     if text in WORDS:
         return WORDS[text]
     if not ENGLISH_WORD.search(NAME.sub("", text)):
-        return text
+        return text.replace(": ", "：")
     for pattern, chinese in PATTERNS:
         if match := pattern.fullmatch(text):
             return chinese.format(*map(say, match.groups()))

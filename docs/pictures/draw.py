@@ -69,7 +69,7 @@ PICTURES: dict[str, Callable[[], str]] = {
 }
 
 
-LANGUAGES = {"": svg.SPOKEN.get(), "zh": CHINESE}  # by folder
+LANGUAGES = {"": svg.ENGLISH, "zh": CHINESE}  # by folder
 
 
 def path_of(name: str, folder: str = "") -> Path:

@@ -68,7 +68,8 @@ class Language(NamedTuple):
     attributes: str
 
 
-SPOKEN = ContextVar("SPOKEN", default=Language(str, 'font-family="sans-serif"'))
+ENGLISH = Language(str, 'font-family="sans-serif"')
+SPOKEN = ContextVar("SPOKEN", default=ENGLISH)
 
 
 @contextmanager

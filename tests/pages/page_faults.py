@@ -36,7 +36,9 @@ def running_text(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives to headings, and those that the page names itself."""
+    """The anchors that GitHub gives to headings or lines, and those that the page names itself."""
+    if page.suffix != ".md":
+        return {f"L{line}" for line in range(1, len(page.read_text().splitlines()) + 1)}
     text = without_fences(page)
     return {*slugs(text), *re.findall(r'<a id="([\w-]+)"></a>', text)}
 
@@ -97,6 +99,11 @@ def faults(page: Path) -> Iterator[str]:
         if any(part not in (page.parent / fence.value).read_text() for part in parts):
             yield f"not in {fence.value}: {fence.text}"
     yield from wrong_citations(page)
+    for line in text.splitlines():
+        parts = line.split("**")
+        for bold, after in zip(parts[1::2], parts[2::2], strict=False):
+            if re.search(r"[^\w\s]$", bold) and re.match(r"[\u3400-\u9fff]", after):
+                yield f"is not bold on GitHub, so end it before the punctuation: {bold}"
     for test in set(re.findall(r"`(test_\w+)`", page.read_text())):
         if f"def {test}(" not in TESTS:
             yield f"names a test that is not there: {test}"

@@ -1,24 +1,118 @@
-"""The pages show what the pictures' program draws today, with a description."""
+"""The pages show what the pictures' program draws today, with a description, in two languages."""
 
 import re
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
 
 import pytest
 
 from benchmarks import result_files
-from docs.pictures import draw, svg, timeline
+from chinese_terms import avoided
+from docs.pictures import chinese, draw, svg, timeline
 from markers import WIDGET
 from repository_pages import ALL_PAGES, CHINESE
 
+all_pictures = pytest.mark.parametrize("name", draw.PICTURES)
+all_languages = pytest.mark.parametrize("folder", draw.LANGUAGES, ids=lambda it: it or "en")
 
-@pytest.mark.parametrize("name", draw.PICTURES)
-def test_a_picture_is_what_the_program_draws_and_a_browser_can_read_it(name):
-    text = draw.path_of(name).read_text()
-    assert text == draw.PICTURES[name](), "run: make pictures"
+
+@all_languages
+@all_pictures
+def test_a_picture_is_what_the_program_draws_and_a_browser_can_read_it(name, folder):
+    text = draw.path_of(name, folder).read_text()
+    assert text == draw.draw(name, folder), "run: make pictures"
     root = ElementTree.fromstring(text)
     title, description = (root.findtext(f"{{*}}{tag}") for tag in ("title", "desc"))
     assert title
     assert description
+
+
+def words_of(name: str, folder: str = "") -> list[str]:
+    """The title, the description and the words of a picture."""
+    root = ElementTree.fromstring(draw.path_of(name, folder).read_text())
+    found = (root.iterfind(f"{{*}}{tag}") for tag in ("title", "desc", "text"))
+    return [element.text or "" for element in chain(*found)]
+
+
+@all_pictures
+def test_a_chinese_picture_has_the_numbers_of_the_english_one(name):
+    number = re.compile(r"\d+(?:[.,]\d+)*")
+    texts = ["\n".join(words_of(name, folder)) for folder in draw.LANGUAGES]
+    english, translated = (sorted(number.findall(text)) for text in texts)
+    assert translated == english
+
+
+STAY = """
+Conv BatchNorm AvgPool SiLU Linear DataParallel SIGTERM rank local minimal template py epoch ms
+torchrun --node-rank= WORLD_SIZE = GPU fp bf tf e e- contiguous channels_last
+convert prove survive forecast shard local_sgd puzzles
+"""
+
+
+@all_pictures
+def test_only_names_and_numbers_stay_english(name):
+    stay = [text for text in words_of(name, "zh") if not re.search("[一-鿿]", text)]
+    stay = [text for text in stay if text[:1] not in "✓✗"]  # a row of prove's table
+    assert {*re.split(r"[\s\d.,:：−+%]+", " ".join(stay))} - {*STAY.split(), ""} == set()
+
+
+def test_the_control_a_text_without_chinese_is_an_error_and_a_new_number_is_not():
+    assert chinese.say("step 12345") == "第 12345 步"
+    assert chinese.say("rank 12345") == "rank 12345"
+    for text, unknown in (("step by step", "by step"), ("another step", "another step")):
+        with pytest.raises(LookupError, match=f"has no Chinese for '{unknown}'"):
+            chinese.say(text)
+
+
+def test_every_chinese_entry_is_that_of_a_picture():
+    drawn = "\n".join(text for name in draw.PICTURES for text in words_of(name))
+    parts = {it: map(re.escape, re.split(r"\{\}", it)) for it in chinese.WORDS}
+    patterns = {it: re.sub(r"\\\s", r"\\s", ".*".join(part)) for it, part in parts.items()}
+    assert [it for it, pattern in patterns.items() if not re.search(pattern, drawn)] == []
+
+
+def test_the_chinese_entries_have_the_words_of_the_glossary():
+    said = "\n".join(chinese.WORDS.values())
+    assert [word for word in avoided() if word in said] == []
+
+
+def misfits(text: str) -> list[str]:
+    """The words that are wider than the picture or their box, or cover others."""
+    boxes, places, found = [], [], []
+    for shape in ElementTree.fromstring(text):
+        if shape.tag.endswith("rect"):
+            boxes.append(shape)
+        if shape.tag.endswith("text") and shape.text and not shape.get("transform"):
+            wide = 0.92 * svg.width_of(shape.text)  # which is that of a wide font
+            share = {"start": 0, "middle": 0.5, "end": 1}[shape.get("text-anchor", "start")]
+            left, y = float(shape.get("x", 0)) - share * wide, float(shape.get("y", 0)) - 6
+            places.append((shape.text, left, left + wide, y))
+    for words, left, right, y in places:
+        around = [box for box in boxes if is_in(box, (left + right) / 2, y)]
+        ends = [(float(box.get("x", 0)), float(box.get("width", 0))) for box in around]
+        if any(left < x or right > x + width for x, width in [(0, svg.WIDTH), *ends]):
+            found.append(words)
+        others = [it for it in places if it[0] != words and abs(it[3] - y) < svg.SIZE - 4]
+        found += [words for _, begin, end, _ in others if left < end and begin < right]
+    return found
+
+
+@all_languages
+@all_pictures
+def test_the_words_of_a_picture_have_room(name, folder):
+    assert misfits(draw.path_of(name, folder).read_text()) == []
+
+
+def test_the_control_words_without_room_are_found():
+    for text in ("字" * 29, "一行，但别用它"):
+        drawing = svg.Drawing("", "")
+        drawing.button(4, 4, 100, 34, "you", text)
+        assert misfits(drawing.text(40)) == [text]
+    drawing.words(4, 80, "上一步")
+    drawing.words(50, 84, "下一步")
+    assert misfits(drawing.text(90))[1:] == ["上一步", "下一步"]
 
 
 def colors_of(style: str) -> dict[str, str]:
@@ -55,10 +149,11 @@ GITHUB = {"light": "#ffffff", "dark": "#0d1117"}
 
 
 @pytest.mark.parametrize("pages", [svg.PAGES, GITHUB], ids=["on the site", "on GitHub"])
-@pytest.mark.parametrize("name", draw.PICTURES)
-def test_all_words_of_a_picture_can_be_read_in_both_themes(name, pages):
+@all_languages
+@all_pictures
+def test_all_words_of_a_picture_can_be_read_in_both_themes(name, folder, pages):
     """WCAG 2 asks for 4.5. If the browser has another theme than the page, 3 are left."""
-    text = draw.path_of(name).read_text()
+    text = draw.path_of(name, folder).read_text()
     for theme, other in (("light", "dark"), ("dark", "light")):
         assert [it for it in contrasts(text, theme, pages[theme]) if it[0] < 4.5] == []
         assert [it for it in contrasts(text, theme, pages[other]) if it[0] < 3] == []
@@ -77,10 +172,11 @@ def test_the_control_one_gray_for_both_themes_is_too_faint_in_one():
     assert 3 < ratio < 4.5, "white on the color of forward"
 
 
-@pytest.mark.parametrize("name", draw.PICTURES)
-def test_the_words_of_a_picture_are_large_enough_on_a_phone(name):
+@all_languages
+@all_pictures
+def test_the_words_of_a_picture_are_large_enough_on_a_phone(name, folder):
     """On a phone of 360 pixels, a page has 328 of them for the picture."""
-    root = ElementTree.fromstring(draw.path_of(name).read_text())
+    root = ElementTree.fromstring(draw.path_of(name, folder).read_text())
     width = float(root.get("viewBox", "").split()[2])
     sizes = [float(element.get("font-size", 0)) for element in root.iterfind(".//{*}text")]
     assert min(sizes) * 328 / width > 11
@@ -108,14 +204,18 @@ def test_the_pictures_of_the_stages_can_be_compared():
     assert len(ticks) == 1, "one axis"
 
 
-def test_every_picture_stands_on_a_page_and_has_a_description_there():
-    shown = {
-        (page.parent / match).resolve()
-        for page in (*ALL_PAGES, *CHINESE)
-        for match in re.findall(r"!\[.+\]\((.+\.svg)\)", page.read_text())
-    }
-    assert shown == {draw.path_of(name) for name in draw.PICTURES}
-    assert shown == {*draw.FOLDER.glob("*.svg")}
+def pictures_on(pages: Iterable[Path]) -> set[Path]:
+    found = {page: re.findall(r"!\[.+\]\((.+\.svg)\)", page.read_text()) for page in pages}
+    return {(page.parent / each).resolve() for page, shown in found.items() for each in shown}
+
+
+def test_every_picture_stands_on_a_page_of_its_language_and_has_a_description_there():
+    english, translated = (
+        {draw.path_of(name, folder) for name in draw.PICTURES} for folder in ("", "zh")
+    )
+    assert pictures_on(ALL_PAGES) == english
+    assert pictures_on(CHINESE) <= translated
+    assert {*draw.FOLDER.glob("**/*.svg")} == english | translated
 
 
 def test_above_every_widget_stands_a_picture_that_github_shows():

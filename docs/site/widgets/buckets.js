@@ -133,7 +133,7 @@
       const [sent, good, count] = [percent(overlap), percent(backwardEnd / seconds), buckets.length];
       told.textContent = say(`The step takes ${whole}: ${work} of computing, ${wait} of waiting. ` +
         `Buckets: ${count}, ${size}. Sent during backward: ${sent}. Efficiency: ${good}.`,
-        `一步用 ${whole}：计算 ${work}，等待 ${wait}。桶数：${count}，共 ${size}。反向期间发送：${sent}。效率：${good}。`);
+        `一步用 ${whole}：计算 ${work}，等待 ${wait}。桶数：${count}，共 ${size}。反向传播期间发送：${sent}。扩展效率：${good}。`);
       const block = (kind, y, from, to, name) => {
         const [x, width] = [(100 * from) / seconds, (100 * (to - from)) / seconds];
         const label = width < 2.4 * `${name}`.length ? "" : name;
