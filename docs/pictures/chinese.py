@@ -10,7 +10,7 @@ from docs.pictures.svg import Language
 
 # The names of programs, folders and options, and words that the Chinese pages leave in English.
 NAMES = """
-convert prove survive forecast shard puzzles torchrun --node-rank net-bn contiguous torch
+convert prove survive forecast shard puzzles torchrun --node-rank net-bn contiguous torch notebook
 local rank epoch dropout right Conv Linear ms
 """
 
