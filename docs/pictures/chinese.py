@@ -10,7 +10,7 @@ from docs.pictures.svg import Language
 
 # The names of programs, folders and options, and words that the Chinese pages leave in English.
 NAMES = """
-convert prove survive forecast shard puzzles torchrun --node-rank net-bn contiguous torch
+convert prove survive forecast shard puzzles torchrun --node-rank net-bn contiguous torch notebook
 local rank epoch dropout right Conv Linear ms
 """
 
@@ -28,7 +28,7 @@ WORDS = {
         "{} 个 GPU 相当于 {} 个；改一处，相当于 {} 个"
     ),
     "{}, global batch {}. The median recorded step; bench.md has speeds.": (
-        "{}，全局批次 {}。\n图中是时间居中的一步；速度见 bench.md。"
+        "{}，全局批次 {}。\n图中是耗时取中位数的那一步；速度见 bench.md。"
     ),
     "Two hours: {}. Then: {}.": "两个小时：{}。然后：{}。",
     "{}. {}: WRONG are {}. {}": "第 {} 步，{}：WRONG 的行：{}。{}",
@@ -74,7 +74,7 @@ WORDS = {
     "stays in 16 bits": "保持 16 位",
     "32 bits": "32 位",
     # buckets
-    "Buckets are sent while backward fills the next one": "发送一个桶的同时，反向传播装下一个桶",
+    "Buckets are sent while backward fills the next one": "发送一个桶的同时，反向传播在装填后一个桶",
     "backward, from the last layer to the first": "反向传播，从最后一层到第一层",
     "bucket {}: {} MiB, full after {} of backward": "桶 {}：{} MiB，反向传播到 {} 时装满",
     "fills": "装桶",
@@ -90,7 +90,7 @@ WORDS = {
     "Start: {}": "启动：{}",
     "Data: {}": "数据：{}",
     "Model: {}": "模型：{}",
-    "Loss: divided over all ranks": "损失：除以所有 rank 的总和",
+    "Loss: divided over all ranks": "损失：除以所有 rank 的总计数",
     "Evaluation: all_reduce of sums": "评估：用 all_reduce 求总和",
     "State: only rank 0 saves": "状态：只有 rank 0 保存",
     "what prove says after each step: ✓ right, ✗ WRONG": (
@@ -106,13 +106,13 @@ WORDS = {
     "01 single GPU": "01 单卡",
     "six things that go wrong": "六个会出错的地方",
     "one line, but don't use it": "只要一行，但别用它",
-    "{} by hand": "{} 手写全归约",
+    "{} by hand": "{} 手写梯度平均",
     "the mean of all gradients": "所有梯度的平均值",
     "04 DDP, torchrun": "04 DDP 与 torchrun",
     "the same, but faster": "结果相同，但更快",
     "05 AMP, SyncBN": "05 AMP 与 SyncBN",
     "16 bits, global BatchNorm": "16 位，全局 BatchNorm",
-    "notebook {}": "笔记本 {}",
+    "notebook {}": "notebook {}",
     "which stages agree": "哪些阶段结果一致",
     "two hours": "两个小时",
     "in a hurry": "赶时间",
@@ -182,7 +182,7 @@ WORDS = {
     "a gradient of 1e-8 is 0 in fp16;\ntimes 65536, it fits": (
         "1e-8 的梯度在 fp16 中是 0；\n乘以 65536 之后就能表示"
     ),
-    "{} on one {}: images per second": "{}，一块 {}：每秒训练的图像数",
+    "{} on one {}: images per second": "{}，一块 {}：每秒处理的图像数",
     "{}, the default for convolutions{}": "{}，卷积的默认格式{}",
     "{}: take this, it needs no scaler{}": "{}：选它，不需要梯度缩放器{}",
     "{}, which also needs a scaler{}": "{}，还需要梯度缩放器{}",
@@ -280,7 +280,7 @@ WORDS = {
     "its samples, scaled": "缩放之后的样本",
     "all-reduce: count, mean, variance": "全归约：个数、均值、方差",
     "of all six: mean {}, variance {}": "全部六个样本：均值 {}，方差 {}",
-    "Without it, both get {}.": "不这样做，两个 rank 都得到 {}。",
+    "Without it, both get {}.": "不做这次全归约，两个 rank 都得到 {}。",
     # timeline
     "What a training step is spent on": "一步训练的时间花在哪里",
     "{} one process": "{} 单进程",

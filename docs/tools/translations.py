@@ -139,7 +139,7 @@ class Languages:
             links, pictures = Counter[str](ADDRESS.findall(part)), Counter[str]()
             for match in LINK.finditer(part):
                 where = pictures if match["picture"] else links
-                if match["target"] != TO_COMMENTS:
+                if not match["target"].endswith(TO_COMMENTS):
                     where[self.meaning(page, match["target"])] += 1
             words = re.sub(r'\]\([^)]*\)|<a id=".*?">|`[^`]+`', " ", part)
             rows = re.findall(r"^\|.*\|$", re.sub(r"`[^`]*`", "", part), re.M)
@@ -174,8 +174,8 @@ class Languages:
         for ours, theirs in zip(one, other, strict=True):
             for kind in ("numbers", "links", "pictures", "tables"):
                 expected, found = getattr(ours, kind), getattr(theirs, kind)
-                extra = {name for name in found if name not in expected} & may_be_more
-                found = Counter({name: found[name] for name in found if name not in extra})
+                for name in found.keys() & may_be_more:
+                    found[name] = min(found[name], expected[name])
                 yield from only_one(kind, f'under "{theirs.heading}"', expected, found)
 
     def wrong_links(self, chinese: Path) -> Iterator[str]:
@@ -183,7 +183,7 @@ class Languages:
         text = prose(chinese.read_text())
         for match in LINK.finditer(text):
             file, _ = self.resolved(chinese, match["target"])
-            is_english = file.suffix == ".md" and file not in self.english
+            is_english = file.suffix in (".md", ".ipynb") and file not in self.english
             list_says_so = (
                 f"{ONLY_ENGLISH}：" in text[text.rfind("\n#", 0, match.start()) : match.start()]
             )
