@@ -47,7 +47,7 @@ def test_a_chinese_picture_has_the_numbers_of_the_english_one(name):
 STAY = """
 Conv BatchNorm AvgPool SiLU Linear DataParallel SIGTERM rank local minimal template py epoch ms
 torchrun --node-rank= WORLD_SIZE = GPU fp bf tf e e- contiguous channels_last
-convert prove survive forecast shard local_sgd puzzles
+convert prove survive forecast shard local_sgd puzzles notebook
 """
 
 
