@@ -30,7 +30,9 @@ STATE = re.compile(
 )
 NUMBER = re.compile(r"(?<![A-Za-z\d])\d+(?:[.,]\d+)*")
 MILLIONS = {"million": 10**6, "billion": 10**9, "万": 10**4, "亿": 10**8}
-COUNT = re.compile(rf"{NUMBER.pattern}(?: ?(?P<unit>{'|'.join(MILLIONS)}))?")
+COUNT = re.compile(  # English spells its months
+    rf"{NUMBER.pattern}(?!\d| ?月)(?: ?(?P<unit>{'|'.join(MILLIONS)}))?"
+)
 LINK = re.compile(r"(?P<picture>!?)\[(?P<words>[^\]]*)\]\((?P<target>(?!\w+:)[^)\s]+)\)")
 ADDRESS = re.compile(r"\]\((\w+:[^)\s]+)\)")
 ONLY_ENGLISH = "（英文）"
