@@ -38,13 +38,12 @@ ADDRESS = re.compile(r"\]\((\w+:[^)\s]+)\)")
 ONLY_ENGLISH = "（英文）"
 ONLY_CHINESE = "这些页面不用的说法"  # a section of the Chinese glossary
 TO_COMMENTS = "#comments"  # the table of a script's comments, which only a Chinese page has
-UNTRANSLATED = "\n## All claims\n"  # from here on, claims.md stays English
 
 
 def prose(text: str) -> str:
     """The words of a page without fences, measured tables, comments and what is only Chinese."""
     text = re.sub(rf"\n## {ONLY_CHINESE}\n.*?(?=\n## |\n回到|\Z)", "", text, flags=re.S)
-    text = re.sub(r"\A\[(?:English|中文)\]\(.*\n", "", text.partition(UNTRANSLATED)[0])
+    text = re.sub(r"\A\[(?:English|中文)\]\(.*\n", "", text)
     for pattern in (COMMENTS, TABLE, FENCE, re.compile(r"<!--.*?-->", re.S)):
         text = pattern.sub("", text)
     return text
@@ -121,7 +120,7 @@ class Languages:
             if match["picture"] or source is None:
                 return match[0]
             anchor = self.translated_anchor(anchor, source, new) if anchor else ""
-            if anchor and anchor not in self.anchors(new):  # in a part that stays English
+            if anchor and anchor not in self.anchors(new):  # the Chinese page is older
                 return match[0]
             path = "" if new == chinese else os.path.relpath(new, chinese.parent)
             words = match["words"].replace(ONLY_ENGLISH, "")
@@ -158,7 +157,7 @@ class Languages:
 
     def differences(self, english: Path, chinese: Path) -> Iterator[str]:
         """Say of each thing that only one of the two pages has what it is, and where."""
-        texts = english.read_text().partition(UNTRANSLATED)[0], chinese.read_text()
+        texts = english.read_text(), chinese.read_text()
         fences = [Counter(match[0] for match in FENCE.finditer(text)) for text in texts]
         yield from only_one("fence", "on this page", *fences)
         codes = [set(re.findall(r"`([^`\n]+)`", prose(text))) for text in texts]
@@ -280,7 +279,7 @@ def source_digest(english: str, chinese: str) -> str:
     """Digest what a Chinese page translates: the prose, and the comments of scripts it lists."""
     scripts = [ROOT / match["script"] for match in COMMENTS.finditer(chinese)]
     comments = [comment for script in scripts for _, comment in new_comments(script)]
-    return digest("\n".join([english.partition(UNTRANSLATED)[0], *comments]))
+    return digest("\n".join([english, *comments]))
 
 
 def with_state(english: str, chinese: str, reason: str) -> str:
