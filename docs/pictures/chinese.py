@@ -10,7 +10,7 @@ from docs.pictures.svg import Language
 
 # The names of programs, folders and options, and words that the Chinese pages leave in English.
 NAMES = """
-convert prove survive forecast shard puzzles torchrun --node-rank net-bn contiguous torch
+convert prove survive forecast shard puzzles torchrun --node-rank net-bn contiguous torch notebook
 local rank epoch dropout right Conv Linear ms
 """
 
@@ -29,6 +29,9 @@ WORDS = {
     ),
     "{}, global batch {}. The median recorded step; bench.md has speeds.": (
         "{}，全局批次 {}。\n图中是耗时取中位数的那一步；速度见 bench.md。"
+    ),
+    "{}, {} cores, torch {}, {}. This machine was busy: {}. Measure again when it rests.": (
+        "{}，{} 个核心，torch {}，{}。\n测量时这台机器很忙：{}。\n请等它空闲时再测一次。"
     ),
     "Two hours: {}. Then: {}.": "两个小时：{}。然后：{}。",
     "{}. {}: WRONG are {}. {}": "第 {} 步，{}：WRONG 的行：{}。{}",
@@ -55,6 +58,8 @@ WORDS = {
     "loss": "损失",
     "none": "无",
     "{}, {} cores, torch {}, {}.": "{}，{} 个核心，torch {}，{}。",
+    "other programs used {} of {} cores": "其他程序用了 {1} 个核心中的 {0} 个",
+    "its load was {} before": "测量之前的负载是 {}",
     # allreduce
     "An all-reduce of two ranks": "两个 rank 的全归约（all-reduce）",
     "its gradient": "自己的梯度",
@@ -74,7 +79,9 @@ WORDS = {
     "stays in 16 bits": "保持 16 位",
     "32 bits": "32 位",
     # buckets
-    "Buckets are sent while backward fills the next one": "发送一个桶的同时，反向传播在装填后一个桶",
+    "Buckets are sent while backward fills the next one": (
+        "发送一个桶的同时，反向传播在装填后一个桶"
+    ),
     "backward, from the last layer to the first": "反向传播，从最后一层到第一层",
     "bucket {}: {} MiB, full after {} of backward": "桶 {}：{} MiB，反向传播到 {} 时装满",
     "fills": "装桶",
@@ -112,7 +119,6 @@ WORDS = {
     "the same, but faster": "结果相同，但更快",
     "05 AMP, SyncBN": "05 AMP 与 SyncBN",
     "16 bits, global BatchNorm": "16 位，全局 BatchNorm",
-    "notebook {}": "notebook {}",
     "which stages agree": "哪些阶段结果一致",
     "two hours": "两个小时",
     "in a hurry": "赶时间",
@@ -289,6 +295,7 @@ WORDS = {
     "replica {}": "副本 {}",
     "messages": "消息",
     "{}: {} ms, {} messages": "{}：{} ms，{} 条消息",
+    "{}: {} ms, 1 message": "{}：{} ms，1 条消息",
     # vote
     "Both ranks stop after the same step": "两个 rank 在同一步之后停止",
     "Rank 1 receives SIGTERM during step {}": "rank 1 在第 {} 步收到 SIGTERM",

@@ -32,6 +32,5 @@ def draw(results: Results) -> str:
         drawing.box(left, top, 14, 14, kind)
         drawing.words(left + 20, top + 13, line)
     about = "{image_size} pixels, global batch {global_batch}, at the end of forward."
-    for row, text in enumerate((about.format(**results), origin_line(results["provenance"]))):
-        drawing.words(4, 164 + 20 * row, text)
-    return drawing.text(194)
+    y = drawing.words(4, 164, about.format(**results))
+    return drawing.text(drawing.words(4, y, origin_line(results["provenance"])) - 10)

@@ -30,7 +30,9 @@ STATE = re.compile(
 )
 NUMBER = re.compile(r"(?<![A-Za-z\d])\d+(?:[.,]\d+)*")
 MILLIONS = {"million": 10**6, "billion": 10**9, "万": 10**4, "亿": 10**8}
-COUNT = re.compile(rf"{NUMBER.pattern}(?: ?(?P<unit>{'|'.join(MILLIONS)}))?")
+COUNT = re.compile(  # English spells its months
+    rf"{NUMBER.pattern}(?!\d| ?月)(?: ?(?P<unit>{'|'.join(MILLIONS)}))?"
+)
 LINK = re.compile(r"(?P<picture>!?)\[(?P<words>[^\]]*)\]\((?P<target>(?!\w+:)[^)\s]+)\)")
 ADDRESS = re.compile(r"\]\((\w+:[^)\s]+)\)")
 ONLY_ENGLISH = "（英文）"
@@ -287,6 +289,11 @@ def with_state(english: str, chinese: str, reason: str) -> str:
     return STATE.sub(f"<!-- {state} -->", chinese, count=1)
 
 
+def old_reason(chinese: str) -> str:
+    state = STATE.search(chinese)
+    return (state and state["reason"]) or ""
+
+
 def why_not_current(languages: Languages, page: Path, chinese: Path, reason: str) -> list[str]:
     """What must be done before a Chinese page may be called current; nothing if it may be."""
     text = chinese.read_text()
@@ -312,13 +319,15 @@ def update(current: Iterable[Path] = (), reason: str = "", root: Path = ROOT) ->
             print("{} has other fences than {}, so none was copied".format(*names))
         chinese = with_comments(translation, languages.with_chinese_links(translation, chinese))
         translation.write_text(chinese)
-        if translation in current and is_older(english, chinese):
+        if not is_older(english, chinese):  # what changes now answers to no later English change
+            chinese = with_state(english, chinese, old_reason(chinese))
+        elif translation in current:
             faults = why_not_current(languages, page, translation, reason)
             failed |= bool(faults)
-            print(*(f"{names[0]}: {fault}" for fault in faults), sep="\n", end="\n" * bool(faults))
-            if not faults:
-                chinese = with_state(english, chinese, reason)
-                translation.write_text(chinese)
+            for fault in faults:
+                print(f"{names[0]}: {fault}")
+            chinese = chinese if faults else with_state(english, chinese, reason)
+        translation.write_text(chinese)
         if is_older(english, chinese):
             print("{} is older than {}".format(*names))
     if failed:

@@ -106,6 +106,9 @@ def test_a_digest_is_renewed_only_with_the_page_or_with_a_reason(pages, capsys):
     assert capsys.readouterr().out == "", "a new translation becomes current"
     translations.update(root=root)
     assert capsys.readouterr().out == "", "and stays so"
+    chinese.write_text(chinese.read_text().replace("所示", "所画"))
+    translations.update(root=root)
+    assert capsys.readouterr().out == "", "a better word is no answer to a later English change"
     english.write_text(ENGLISH.replace("Ten", "Only ten"))
     translations.update(root=root)
     older = "README.zh.md is older than README.md\n"

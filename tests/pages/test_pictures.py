@@ -47,7 +47,7 @@ def test_a_chinese_picture_has_the_numbers_of_the_english_one(name):
 STAY = """
 Conv BatchNorm AvgPool SiLU Linear DataParallel SIGTERM rank local minimal template py epoch ms
 torchrun --node-rank= WORLD_SIZE = GPU fp bf tf e e- contiguous channels_last
-convert prove survive forecast shard local_sgd puzzles
+convert prove survive forecast shard local_sgd puzzles notebook
 """
 
 
@@ -66,8 +66,22 @@ def test_the_control_a_text_without_chinese_is_an_error_and_a_new_number_is_not(
             chinese.say(text)
 
 
+ORIGIN = {"hardware": "AMD EPYC, 2 cores", "cores": 2, "torch": "2.14.1", "date": "2026-11-28"}
+MEASURED = [  # what another measurement may make a picture say
+    "04 DDP: 12.5 ms, 1 message",
+    result_files.origin_line(ORIGIN | {"other_cores": 1.25}),
+    result_files.origin_line(ORIGIN | {"load_before": 1.75}),
+]
+
+
+@pytest.mark.parametrize("text", MEASURED)
+def test_another_measurement_needs_no_new_entry(text):
+    for line in chinese.say(text).split("\n"):
+        assert 4 + svg.width_of(line) < svg.WIDTH
+
+
 def test_every_chinese_entry_is_that_of_a_picture():
-    drawn = "\n".join(text for name in draw.PICTURES for text in words_of(name))
+    drawn = "\n".join([*MEASURED, *(text for name in draw.PICTURES for text in words_of(name))])
     parts = {it: map(re.escape, re.split(r"\{\}", it)) for it in chinese.WORDS}
     patterns = {it: re.sub(r"\\\s", r"\\s", ".*".join(part)) for it, part in parts.items()}
     assert [it for it, pattern in patterns.items() if not re.search(pattern, drawn)] == []
