@@ -336,8 +336,16 @@ def say(text: str) -> str:
         return text.replace(": ", "：")
     for pattern, chinese in PATTERNS:
         if match := pattern.fullmatch(text):
-            return chinese.format(*map(say, match.groups()))
+            return chinese.format(*map(part, match.groups()))
     raise LookupError(f"docs/pictures/chinese.py has no Chinese for {text!r}")
+
+
+def part(text: str) -> str:
+    """The Chinese for what a pattern leaves open; the name of a machine or of a model stays."""
+    try:
+        return say(text)
+    except LookupError:
+        return text
 
 
 CHINESE = Language(
