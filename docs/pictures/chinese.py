@@ -30,7 +30,7 @@ WORDS = {
     "{}, global batch {}. The median recorded step; bench.md has speeds.": (
         "{}，全局批次 {}。\n图中是耗时取中位数的那一步；速度见 bench.md。"
     ),
-    "{}, {} cores, torch {}, {}. This machine was busy: {}. Measure again when it rests.": (
+    "{machine}, {} cores, torch {}, {}. This machine was busy: {}. Measure again when it rests.": (
         "{}，{} 个核心，torch {}，{}。\n测量时这台机器很忙：{}。\n请等它空闲时再测一次。"
     ),
     "Two hours: {}. Then: {}.": "两个小时：{}。然后：{}。",
@@ -57,7 +57,7 @@ WORDS = {
     "images": "图像",
     "loss": "损失",
     "none": "无",
-    "{}, {} cores, torch {}, {}.": "{}，{} 个核心，torch {}，{}。",
+    "{machine}, {} cores, torch {}, {}.": "{}，{} 个核心，torch {}，{}。",
     "other programs used {} of {} cores": "其他程序用了 {1} 个核心中的 {0} 个",
     "its load was {} before": "测量之前的负载是 {}",
     # allreduce
@@ -319,11 +319,15 @@ WORDS = {
     "{}: {}": "{}：{}",
     "{}, {}": "{}、{}",
 }
-PATTERNS = [
-    (re.compile(re.escape(english).replace(r"\{\}", "(.*?)")), chinese)
-    for english, chinese in WORDS.items()
-    if "{}" in english
-]
+
+
+def compiled(form: str) -> re.Pattern[str]:
+    """A form with a group for each {}, whose Chinese is looked up, and for {machine}, a name."""
+    groups = {r"\{\}": "(.*?)", r"\{machine\}": "(?P<machine>.*?)"}
+    return re.compile(re.sub(r"\\{\w*\\}", lambda each: groups[each[0]], re.escape(form)))
+
+
+PATTERNS = [(compiled(form), chinese) for form, chinese in WORDS.items() if "{" in form]
 ENGLISH_WORD = re.compile(r"(?<![\w.])[A-Za-z][a-z]+(?![\w(=]|\.\w)")
 NAME = re.compile(rf"(?<![\w-])({'|'.join(NAMES.split())})(?![\w-])")
 
@@ -336,16 +340,10 @@ def say(text: str) -> str:
         return text.replace(": ", "：")
     for pattern, chinese in PATTERNS:
         if match := pattern.fullmatch(text):
-            return chinese.format(*map(part, match.groups()))
+            machine = match.groupdict().get("machine")
+            parts = [part if part == machine else say(part) for part in match.groups()]
+            return chinese.format(*parts)
     raise LookupError(f"docs/pictures/chinese.py has no Chinese for {text!r}")
-
-
-def part(text: str) -> str:
-    """The Chinese for what a pattern leaves open; the name of a machine or of a model stays."""
-    try:
-        return say(text)
-    except LookupError:
-        return text
 
 
 CHINESE = Language(
