@@ -79,6 +79,13 @@ class Languages:
         self.english = {chinese: english for english, chinese in self.pages.items()}
         self.headings: dict[Path, list[str]] = {}
 
+    def require(self, chinese_pages: Iterable[Path]) -> None:
+        """End with status 2 if one of these is not a Chinese page."""
+        for page in chinese_pages:
+            if page not in self.english:
+                print(f"{page} is no Chinese page; expected README.zh.md or docs/zh/NAME.md")
+                raise SystemExit(2)
+
     def slugs(self, page: Path) -> list[str]:
         if page not in self.headings:
             self.headings[page] = slugs(FENCE.sub("", page.read_text()))
@@ -310,6 +317,7 @@ def why_not_current(languages: Languages, page: Path, chinese: Path, reason: str
 def update(current: Iterable[Path] = (), reason: str = "", root: Path = ROOT) -> None:
     """Refresh the Chinese pages, call these current that may be, and name those that are older."""
     languages, failed = Languages(root), False
+    languages.require(current)
     for page, translation in languages.pages.items():
         english, chinese = page.read_text(), translation.read_text()
         names = translation.relative_to(root), page.relative_to(root)
@@ -336,8 +344,8 @@ def update(current: Iterable[Path] = (), reason: str = "", root: Path = ROOT) ->
 
 if __name__ == "__main__":
     both = Languages()
-    for path in [Path(name).resolve() for name in sys.argv[1:]] or [*both.english]:
-        if path not in both.english:
-            raise SystemExit(f"{path} is no Chinese page; expected README.zh.md or docs/zh/NAME.md")
+    named = [Path(name).resolve() for name in sys.argv[1:]]
+    both.require(named)
+    for path in named or both.english:
         for fault in why_not_current(both, both.english[path], path, "compared only"):
             print(f"{path.relative_to(ROOT)}: {fault}")

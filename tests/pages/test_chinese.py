@@ -135,6 +135,15 @@ def test_a_digest_is_not_renewed_while_a_number_differs(pages, capsys):
     assert is_older(ENGLISH, chinese.read_text())
 
 
+def test_a_page_that_is_not_chinese_is_refused(pages, capsys):
+    english, chinese = pages
+    with pytest.raises(SystemExit, match="2"):
+        translations.update([english], root=english.parent)
+    expected = "README.md is no Chinese page; expected README.zh.md or docs/zh/NAME.md\n"
+    assert capsys.readouterr().out.endswith(expected)
+    assert is_older(ENGLISH, chinese.read_text()), "nothing was done"
+
+
 def test_fences_are_copied_where_both_pages_have_them_and_otherwise_reported(pages, capsys):
     english, chinese = pages
     english.write_text(ENGLISH.replace("make\n", "make all\n"))
