@@ -28,7 +28,7 @@ WORDS = {
         "{} 个 GPU 相当于 {} 个；改一处，相当于 {} 个"
     ),
     "{}, global batch {}. The median recorded step; bench.md has speeds.": (
-        "{}，全局批次 {}。\n图中是耗时取中位数的那一步；速度见 bench.md。"
+        "{}，全局批次 {}。\n图中是耗时为中位数的那一步；速度见 bench.md。"
     ),
     "{machine}, {} cores, torch {}, {}. This machine was busy: {}. Measure again when it rests.": (
         "{}，{} 个核心，torch {}，{}。\n测量时这台机器很忙：{}。\n请等它空闲时再测一次。"
@@ -215,7 +215,7 @@ WORDS = {
     # memory
     "{}: {} MiB in one process": "{}：一个进程占用 {} MiB",
     "{} pixels, global batch {}, at the end of forward.": (
-        "图像 {} 像素，全局批次 {}，前向传播结束时。"
+        "图像边长 {} 像素，全局批次 {}，前向传播结束时。"
     ),
     # padding, samples
     "What padding and drop_last do": "填充和 drop_last 的作用",
@@ -257,7 +257,7 @@ WORDS = {
     "A step of stage 01, and its six places": "阶段 01 的一步训练，以及六个地方",
     "Place {}: {}": "第 {} 处：{}",
     "a step": "一步训练",
-    "each copy would have": "每份脚本会有",
+    "each copy would have": "两份脚本都会用",
     "the same samples": "相同的样本",
     "the same GPU": "同一个 GPU",
     "forward, dropout": "前向、dropout",
